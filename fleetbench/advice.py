@@ -1,10 +1,9 @@
-"""Advice: what Fleet's documents would use here, as a strategy to start from or to measure beside the default.
+"""Advice: the strategy that Fleet's documents recommend, to start from or to compare with.
 
-The rules are the documents' own: buckets of a tenth of the gradients' bytes; on one node one
-communicator and one thread, on several two communicators and a thread more than those; on several
-nodes a hierarchy over the trainers of a node; Local SGD after the first decay of the learning
-rate; a fused optimizer; mixed precision. What does not fit the workload, the cluster or the
-strategy that is built on is left out and listed.
+The rules are the documents' own: buckets of a tenth of the gradients' bytes; one communicator and one thread
+on one node, two communicators and one thread more on several; on several nodes a hierarchy over the trainers
+of a node; Local SGD after the first decay of the learning rate; a fused optimizer; mixed precision. Rules
+that do not fit the workload, the cluster or the base strategy are left out and listed.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 LOCAL_STEPS = 2
 """The smaller of the two values of K that the documents report."""
 FUSED_SHARE = 0.1
-"""Of the gradients' bytes, in one bucket."""
+"""Share of the gradients' bytes in one bucket."""
 
 HIERARCHY = "hierarchical all-reduce"
 LOCAL_SGD = "Local SGD after the first decay of the learning rate"
@@ -29,14 +28,16 @@ MIXED_PRECISION = "mixed precision"
 
 
 Rule = dict[str, Any] | str
-"""The changes that a rule asks for, or why it asks for none."""
+"""Changes that a rule requests, or the reason why it requests none."""
 
 
 class Advice(NamedTuple):
-    """Fleet's advice, and what was left out of it, each line with its reason."""
+    """Fleet's advice, and the rules that were left out, with reasons."""
 
     strategy: DistributedStrategy
+    """Strategy with the advised changes."""
     left_out: tuple[str, ...]
+    """Rules that were left out, each with its reason."""
 
 
 def advice(
@@ -47,17 +48,17 @@ def advice(
     device: str = "cpu",
     base: DistributedStrategy | None = None,
 ) -> Advice:
-    """Fleet's advice for a workload on a cluster, on top of ``base`` (default: Fleet's defaults).
+    """Return Fleet's advice for a workload on a cluster, on top of ``base`` (default: Fleet's defaults).
 
-    ``gradient_bytes`` are those of the dense gradients of one step; a table of layers gives its own.
-    ``device`` is ``run.device``.
+    ``gradient_bytes`` is the size of one step's dense gradients; a table of layers has its own. ``device`` is
+    ``run.device``.
     """
     strategy = base or DistributedStrategy()
     left_out: list[str] = []
     several = cluster.nodes > 1
 
     def consider(what: str, rule: Rule) -> None:
-        """Take changes over where they contradict nothing; list them otherwise."""
+        """Apply a rule's changes if they contradict nothing; else list the rule."""
         nonlocal strategy
         if isinstance(rule, str):
             left_out.append(f"{what}: {rule}")
@@ -78,7 +79,7 @@ def advice(
     if several and (inner := cluster.trainers_per_node) > 1:
         consider(HIERARCHY, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": inner})
     elif several:
-        consider(HIERARCHY, "one trainer a node leaves nothing to reduce inside it")
+        consider(HIERARCHY, "with one trainer per node there is nothing to reduce inside a node")
     consider(LOCAL_SGD, _local_sgd(workload))
     # of the optimizer's operators only: the others are fused by a compiler, whose time no document counts
     consider(OP_FUSION, {"build_strategy": {"fuse_all_optimizer_ops": True}})
@@ -105,7 +106,7 @@ def _fusion(workload: Workload, gradient_bytes: int | None) -> Rule:
 
 def _local_sgd(workload: Workload) -> Rule:
     if workload.optimizer not in LINEAR_OPTIMIZERS:
-        return "Fleet averages parameters under sgd and momentum alone"
+        return "Fleet averages parameters only under sgd and momentum"
     first = min((decay.step for decay in workload.lr_decay), default=None)
     if first is None:
         return "workload.lr_decay names none"

@@ -1,7 +1,7 @@
 """Child processes that the kernel kills when the process that started them ends, however it ends.
 
-``python children.py PARENT [--gently] PROGRAM ARGUMENT...`` becomes that program. It imports nothing of the
-project's, so that it costs milliseconds and needs no import path.
+``python children.py PARENT [--gently] PROGRAM ARGUMENT...`` becomes that program. It imports nothing from the
+project, so it starts within milliseconds and needs no import path.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ _GENTLY = "--gently"
 
 
 def bound(command: Sequence[str], *, gently: bool = False) -> list[str]:
-    """The command line that runs ``command`` as a child that does not outlive this process.
+    """Return the command line that runs ``command`` as a child that does not outlive this process.
 
-    Linux takes the end of the thread that starts the child for the end of the parent: start it from a thread that
-    waits for it. ``gently``: by SIGTERM, for launchers of others, which end their
-    processes then; killed, they would leave them. Raises ``OSError`` for a program that is not there or may not be run.
+    On Linux, the child ends when the *thread* that started it ends, so start it from a thread that waits for
+    it. ``gently`` ends it by SIGTERM, for launchers that then end their own processes; SIGKILL would leave
+    those running. Raises ``OSError`` if the program does not exist or must not be run.
     """
     if shutil.which(command[0]) is None:
         code = errno.EACCES if os.path.exists(command[0]) else errno.ENOENT  # noqa: PTH110  # this file imports little, so that it starts fast
@@ -30,9 +30,9 @@ def bound(command: Sequence[str], *, gently: bool = False) -> list[str]:
 
 
 def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """From now on this process receives ``how`` when its parent ends; at once if that is no longer ``parent``.
+    """Make this process receive ``how`` when its parent ends; at once if its parent is not ``parent``.
 
-    An execve keeps the setting, a fork does not. Only Linux has it.
+    The setting survives execve but not fork. Only Linux has it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
@@ -41,12 +41,12 @@ def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt(*, on: bool) -> None:
-    """Whether processes of this one's children become its own children where their parents end. Only Linux has it."""
+    """Set whether orphaned descendants of this process become its own children. Only Linux has it."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def name_process(name: str) -> None:
-    """What ``ps`` and ``top`` call this process: up to 15 bytes, for one that has no command line of its own. Only Linux has it."""
+    """Set the name that ``ps`` and ``top`` show for this process, up to 15 bytes. Only Linux has it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
@@ -58,6 +58,6 @@ if __name__ == "__main__":
         del program[0]
     end_with_parent(int(sys.argv[1]), signal.SIGTERM if gently else signal.SIGKILL)
     try:
-        os.execvp(program[0], program)  # noqa: S606  # the same process goes on as the program
+        os.execvp(program[0], program)  # noqa: S606  # the same process continues as the program
     except OSError as error:
         sys.exit(f"{program[0]} cannot be started: {error.strerror}")

@@ -1,4 +1,4 @@
-"""Cluster: what the simulator believes about machines and links."""
+"""Cluster: the machines and links that the simulator assumes."""
 
 from __future__ import annotations
 
@@ -16,38 +16,47 @@ from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.stragglers import LARGEST, Straggler
 
 LEAST_MTU, LARGEST_MTU, LARGEST_VERBS_MTU = 256, 65_535, 4096
-"""Bytes: the least of InfiniBand, the most that IPv4 counts, and the most of InfiniBand and RoCE."""
+"""Limits in bytes: InfiniBand's smallest MTU, the largest IPv4 packet, and the largest MTU of InfiniBand and
+RoCE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link(Config):
-    """One direction of a link. ``latency`` is per message.
+    """One direction of a link.
 
-    ``bandwidth`` is the wire's, headers of ``framing`` included; ``payload = true`` declares what arrives, as iperf measures it.
+    ``bandwidth`` is the rate on the wire, including the headers of ``framing``. With ``payload = true`` it is
+    the payload rate, as iperf measures it.
     """
 
     bandwidth: BitsPerSecond
+    """Bandwidth of the link in this direction."""
     latency: Nanoseconds = Nanoseconds(0)
+    """Latency of each message."""
     framing: Framing | None = None
-    """By default what ``run.backend`` sends over: gloo ``tcp`` between nodes and ``none`` inside, NCCL (also simulated by an ``nccl-``
-    collective) ``infiniband`` and ``nvlink``."""
+    """Framing of packets. Default: that of ``run.backend``. Gloo uses ``tcp`` between nodes and ``none``
+    inside them; NCCL, also when simulated by an ``nccl-`` collective, uses ``infiniband`` and ``nvlink``."""
     mtu: int | None = None
-    """Bytes: of ``tcp`` a packet with its IP and TCP headers (default 1500), of ``roce`` and ``infiniband`` its payload (default 4096)."""
+    """Bytes per packet: for ``tcp`` including IP and TCP headers (default 1500), for ``roce`` and
+    ``infiniband`` the payload (default 4096)."""
     payload: bool | None = None
-    """``bandwidth`` is what arrives: no framing is taken off."""
+    """Whether ``bandwidth`` is the payload rate, so that no framing is subtracted."""
     flow_limit: BitsPerSecond | None = None
-    """The most that one connection carries, as clouds limit a TCP flow below the interface. A communicator has one between two ranks."""
+    """Largest bandwidth of one connection, such as a cloud's limit per TCP flow below the interface's rate. A
+    communicator has one connection between two ranks."""
     efficiency: float | None = None
-    """Part of the payload's bandwidth that NCCL's collectives reach. Default: 0.95 over ``infiniband`` and ``roce``,
-    where 0.74 to 0.97 was measured (reports/nccl_model), and 1 over others; TCP on 200 Gbit/s reached 0.2. Gloo and
-    ``payload`` leave it out."""
+    """Share of the payload bandwidth that NCCL's collectives reach. Default: 0.95 over ``infiniband`` and
+    ``roce``, where 0.74 to 0.97 was measured (reports/nccl_model), and 1 otherwise; TCP on 200 Gbit/s reached
+    0.2. Gloo and links with ``payload`` ignore it."""
     simple_latency: Nanoseconds | None = None
-    """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default: that of NCCL's
-    model, 14 us and twice ``latency`` in each message between nodes, and in a ring's step at least 9.5 us, as on
-    InfiniBand; on Slingshot 42 and 48 us were measured."""
+    """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default,
+    from NCCL's model: 14 us plus twice ``latency`` for each message between nodes, and at least 9.5 us for a
+    ring's step, as on InfiniBand. On Slingshot, 42 and 48 us were measured."""
 
     def carried(self, backend: str, *, between_nodes: bool) -> Link:
-        """The link that carries this one's payload with no framing. Raises ``ConfigError`` for an ``mtu`` that its framing has not."""
+        """Return a link without framing that carries this link's payload.
+
+        Raises ``ConfigError`` for an ``mtu`` that its framing does not allow.
+        """
         if self.payload:
             return self
         framing = self.framing or default_framing(backend, between_nodes=between_nodes)
@@ -87,16 +96,21 @@ def _check_mtu(framing: Framing, mtu: int) -> None:
 CollectiveAlgorithm = Literal[
     "ring", "halving_doubling", "tree", "double_binary_tree", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper", "measured"
 ]
-"""How collectives are carried out; see ``sim.network``: ``algorithms``, ``gloo``, ``nccl`` and, of what was measured, ``routes``."""
+"""How collectives are carried out; see ``algorithms``, ``gloo``, ``nccl`` and, for ``measured``, ``routes``
+in ``sim.network``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks(Config):
-    """Nodes share an uplink, each way, that carries 1 / ``oversubscription`` of what all their network interfaces do."""
+    """Racks of nodes that share an uplink, in each direction.
+
+    It carries 1 / ``oversubscription`` of the sum of their network interfaces.
+    """
 
     nodes: int
-    """Node n stands in rack n // ``nodes``."""
+    """Nodes per rack. Node n is in rack n // ``nodes``."""
     oversubscription: float
+    """Sum of the interfaces' bandwidths over the uplink's bandwidth."""
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "oversubscription")
@@ -104,12 +118,14 @@ class Racks(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Config):
-    """Times of collectives of one kind among so many trainers, by nccl-tests or a paper."""
+    """Measured times of one kind of collective at one number of trainers, from nccl-tests or a paper."""
 
     kind: Literal["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"] = "all_reduce"
     """Collective that was timed."""
     trainers: int
+    """Number of trainers that took part."""
     points: tuple[CollectivePoint, ...]
+    """Time at each size; at least two sizes."""
 
     def _validate(self) -> None:
         if self.trainers < 2 or len({point.nbytes for point in self.points}) < 2 or any(point.took < 0 for point in self.points):
@@ -121,16 +137,22 @@ class Measured(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOverride(Config):
-    """What is different about some nodes; of several overrides of a node, the last that says a thing counts."""
+    """Differences of some nodes from the others.
+
+    If several overrides set the same field of a node, the last one counts.
+    """
 
     nodes: tuple[int, ...]
+    """Numbers of the nodes, from 0."""
     intra: Link | None = None
+    """Link inside these nodes."""
     inter: Link | None = None
-    """A message between two nodes has the latency of the later of them and the bandwidth of the slower."""
+    """Link of these nodes to others. A message between two nodes has the higher latency and the lower
+    bandwidth of the two."""
     slowdown: float = 1.0
-    """Compute takes so many times as long."""
+    """Factor on compute time."""
     trainers: int | None = None
-    """Instead of ``trainers_per_node``; ranks are counted through the nodes in their order."""
+    """Number of trainers per node, instead of ``trainers_per_node``. Ranks are numbered node by node."""
 
     def _validate(self) -> None:
         if not self.nodes:
@@ -141,54 +163,67 @@ class NodeOverride(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster(Config):
-    """Nodes of trainers, their links, and what makes trainers late.
+    """Nodes of trainers, their links, and their stragglers.
 
-    A link that is not declared is the one the profile measured in the training loop.
-    A file may also name a ``preset``, such as ``preset = "8 x p5.48xlarge"``: the fields that it stands for take its place (presets.md).
+    If a link is not declared, the one that the profile measured in the training loop is used. A file may also
+    name a ``preset``, such as ``preset = "8 x p5.48xlarge"``, which expands to the fields it stands for
+    (presets.md).
     """
 
     nodes: int = 1
+    """Number of nodes."""
     trainers_per_node: int = 1
-    """One process (one GPU) each; node = rank // trainers_per_node, unless ``node_overrides`` give nodes other numbers."""
+    """Trainers per node, one process (one GPU) each. Node = rank // trainers_per_node, unless
+    ``node_overrides`` change the number on some nodes."""
     servers: int = 0
+    """Number of parameter servers."""
     server_placement: Literal["own", "shared"] = "own"
+    """Whether each server has a node of its own, or server i shares node i with trainers."""
     nics_per_node: int = 1
-    """``inter`` is the bandwidth of one; a trainer uses the NIC local_rank % nics_per_node."""
+    """Network interfaces per node. ``inter`` is the bandwidth of one; a trainer uses NIC local_rank %
+    nics_per_node."""
     intra: Link | None = None
-    """Per trainer, inside a node, each way."""
+    """Link of each trainer inside its node, in each direction."""
     inter: Link | None = None
-    """Per node, between nodes, each way."""
+    """Link of each node to other nodes, in each direction."""
     collective: CollectiveAlgorithm = "ring"
-    """How the simulator carries collectives out; ``measured`` is by the points of ``measured``, or else of the profile."""
+    """How the simulator carries out collectives. ``measured`` uses the points of ``measured``, or else those
+    of the profile."""
     measured: tuple[Measured, ...] = ()
-    """Measured collectives, for ``measured`` and ``nccl-`` collectives; a text among them names a file with nccl-tests'
+    """Measured times, for ``measured`` and ``nccl-`` collectives. A text names a file with nccl-tests'
     output."""
     host_bandwidth: BitsPerSecond | None = None
-    """What a host copies and sums a second in gloo's all-reduce (``collective = "gloo"``), and as a parameter server of what it receives
-    and sends; by default copies and sums take no time. All-reduces in flight together do not slow each other's."""
+    """Bandwidth at which a host copies and sums in gloo's all-reduce (``collective = "gloo"``), and at which
+    a parameter server copies and sums what it receives and sends. Default: copies and sums take no time.
+    All-reduces in flight together do not slow each other's copies."""
     first_exchange: Nanoseconds = Nanoseconds(0)
-    """What the first collective on each communicator takes beyond others in a simulated run, as its connections are opened: 0.35 s
-    and more on some machines. It is most of what local steps with few exchanges wait for."""
+    """Extra time of the first collective on each communicator in a simulated run, while its connections are
+    opened: 0.35 s and more on some machines. It dominates the waiting of local steps with few exchanges."""
     cores_per_node: int = 16
+    """Processor cores per node, which the trainers' threads share."""
     gpu: str | None = None
-    """What a trainer computes on, by a name of ``fleetbench.hardware``: a simulated answer says whether its memory suffices."""
+    """GPU of each trainer, by its name in ``fleetbench.hardware``. A simulated answer then says whether its
+    memory suffices."""
     racks: Racks | None = None
+    """Racks with oversubscribed uplinks."""
     node_overrides: tuple[NodeOverride, ...] = ()
+    """Differences of some nodes from the others."""
     stragglers: tuple[Straggler, ...] = ()
+    """Entries that delay trainers; their delays multiply."""
 
     @property
     def trainers(self) -> int:
-        """Number of trainers, the world size."""
+        """Number of trainers, which is the world size."""
         return self.nodes * self.trainers_per_node if self.is_even else sum(self.trainers_by_node)
 
     @property
     def is_even(self) -> bool:
-        """Whether no node has a number of trainers of its own."""
+        """Whether all nodes have the same number of trainers."""
         return all(own.trainers is None for own in self.node_overrides)
 
     @property
     def trainers_by_node(self) -> tuple[int, ...]:
-        """The number of each node's trainers."""
+        """Number of trainers on each node."""
         counts = [self.trainers_per_node] * self.nodes
         for own in self.node_overrides:
             for node in own.nodes if own.trainers is not None else ():
@@ -197,17 +232,17 @@ class Cluster(Config):
 
     @property
     def node_by_rank(self) -> tuple[int, ...]:
-        """The node of each trainer."""
+        """Node of each trainer, by rank."""
         return tuple(node for node, count in enumerate(self.trainers_by_node) for _ in range(count))
 
     @property
     def said_of_stragglers(self) -> str:
-        """What a heading adds of ``stragglers``, whose delays are in every time below it; nothing without any."""
+        """Phrase for headings: times include the delays of ``stragglers``. Empty if there are none."""
         kinds = ", ".join(dict.fromkeys(entry.kind for entry in self.stragglers))
         return f", with stragglers as the file declares ({kinds})" if kinds else ""
 
     def require_even(self, what: str) -> None:
-        """Raise ``ConfigError`` where nodes have different numbers of trainers. ``what``: what cannot be with it."""
+        """Raise ``ConfigError(what)`` if nodes have different numbers of trainers."""
         for index, own in enumerate(self.node_overrides):
             if own.trainers is not None:
                 hint = "leave it out: all nodes then have cluster.trainers_per_node trainers"
@@ -215,11 +250,14 @@ class Cluster(Config):
 
     @property
     def node_bandwidth(self) -> int | None:
-        """Bits per second that a node's trainers send between nodes all together, by all NICs that they use; none where undeclared."""
+        """Bits per second that a node's trainers can send to other nodes together, over all NICs they use.
+
+        None if ``inter`` is not declared.
+        """
         return None if self.inter is None else self.inter.bandwidth * min(self.nics_per_node, self.trainers_per_node)
 
     def slowdown(self, node: int) -> float:
-        """How many times as long compute takes on a node."""
+        """Return the factor on compute time on a node."""
         return next((own.slowdown for own in reversed(self.node_overrides) if node in own.nodes and own.slowdown != 1.0), 1.0)
 
     def _validate(self) -> None:

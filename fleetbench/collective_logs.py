@@ -1,14 +1,14 @@
-"""Collective logs: times in the output of nccl-tests (2.0 and later, and its JSON), and all-reduces of osu_allreduce.
+"""Collective logs: times in the output of nccl-tests (2.0 and later, and its JSON), and of osu_allreduce.
 
-A reader finds runs, and a run's rows. One function decides for every format which rows are correct collectives
-of a kind among all ranks, by what each row says itself: its run's name, the groups that ran at once, ``redop``, ``root``,
-``#wrong``, and that
+A reader finds runs and their rows. For every format, one function decides which rows are correct collectives
+of one kind among all ranks, by what each row states: its run's name, the groups that ran at once, ``redop``,
+``root``, ``#wrong``, and that
 
-    algbw = size / time,    busbw = 2 (n - 1) / n algbw,
+  algbw = size / time,    busbw = 2 (n - 1) / n algbw,
 
-as nccl-tests' doc/PERFORMANCE.md derives them; busbw is (n - 1) / n algbw of an all-gather, a reduce-scatter and
-an all-to-all, and algbw of others. A line may have anything in front: labels of ``mpirun --tag-output`` and of
-``srun --label``, time stamps, ``#`` or none.
+as nccl-tests' doc/PERFORMANCE.md derives them. busbw is (n - 1) / n algbw for an all-gather, a reduce-scatter
+and an all-to-all, and algbw for others. A line may start with anything: labels of ``mpirun --tag-output`` and
+of ``srun --label``, time stamps, ``#`` or nothing.
 """
 
 import json
@@ -27,7 +27,7 @@ from fleetbench.quantities import counted
 
 NAME = "all_reduce"
 KINDS = (NAME, "reduce_scatter", "all_gather")
-"""Kinds whose times a cluster may take from a log; all but an all-reduce have to be named by it."""
+"""Kinds whose times a cluster may take from a log. Except for all-reduce, the log must name the kind."""
 _MODERN = ["size", "count", "type", "redop", "root", *(2 * ["time", "algbw", "busbw", "#wrong"])]
 """Columns of nccl-tests 2.13 and later, for a table that was copied without its header."""
 _UNCHECKED = "N/A"
@@ -35,37 +35,37 @@ _OTHER = "of another collective"
 
 
 class Row(NamedTuple):
-    """One size."""
+    """Result for one size."""
 
     where: str
-    """Line, or place."""
+    """Location of the row: line, or index of the result."""
     nbytes: int
     us: str
-    """Microseconds of one collective in place, as printed; empty where the time is another."""
+    """Microseconds of one collective in place, as printed; empty if the time is of something else."""
     rates: tuple[str, str] | None = None
     """``algbw`` and ``busbw`` in GB/s, as printed."""
     redop: str = ""
     root: str = "-1"
     wrong: tuple[str, ...] = ()
-    """Wrong elements out of place and in place, or that they were not counted."""
+    """Wrong elements out of place and in place, or a mark that they were not counted."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One benchmark's output. Lines are added to it until the next one begins."""
+    """One benchmark's output. Lines are added to it until the next benchmark begins."""
 
     name: str | None = None
-    """Of the collective, as ``all_reduce``; none where the output has none."""
+    """Name of the collective, as ``all_reduce``; none if the output has none."""
     num_ranks: int | None = None
     ranks: set[int] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
     rows: list[Row] = field(default_factory=list)
     failed: bool = False
-    """The output ends with results out of bounds, and rows do not say which."""
+    """Whether the output ends with results out of bounds, while its rows do not say which."""
 
     @property
     def n(self) -> int | None:
-        """Ranks that the output lists."""
+        """Number of ranks that the output lists."""
         return self.num_ranks or len(self.ranks) or None
 
 
@@ -76,13 +76,13 @@ class AllReduce(NamedTuple):
     nbytes: int
     seconds: float
     ranks: int | None
-    """None where the output does not say."""
+    """Number of ranks; none if the output does not say."""
 
 
 def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An undecoded experiment with the points of the logs that its ``cluster.measured`` names, instead of them.
+    """Return an undecoded experiment with the points of the logs that ``cluster.measured`` names.
 
-    Raises ``ConfigError`` for a file that holds no correct collective, or does not say among how many ranks.
+    Raises ``ConfigError`` for a file that holds no correct collective, or does not give the number of ranks.
     """
     cluster = data.get("cluster")
     if not isinstance(cluster, Mapping) or not isinstance(measured := cluster.get("measured", ()), str | Mapping | list):
@@ -93,7 +93,10 @@ def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _measured(path: str) -> list[dict[str, Any]]:
-    """A log's collectives by kind and number of ranks, as ``Measured`` is written; of a repeated size, the median."""
+    """Return a log's collectives by kind and number of ranks, in the form of ``Measured``.
+
+    If a size occurs several times, its time is the median.
+    """
     hint = "name the output of nccl-tests, or write the points: { trainers = 8, points = [...] }"
     text = text_of(read_file(path, hint, "cluster.measured")) or ""
     kinds = dict.fromkeys(run.name or NAME for run in _runs(text) if run.name is None or run.name in KINDS) or {NAME: None}
@@ -111,9 +114,9 @@ def _measured(path: str) -> list[dict[str, Any]]:
 
 
 def all_reduces(text: str, path: str, say: Callable[[str], None], kind: str = NAME) -> list[AllReduce] | None:
-    """The correct all-reduces of a text, or collectives of another kind; none where it is no such output.
+    """Return a text's correct all-reduces, or collectives of another kind; none if of another format.
 
-    ``say`` hears what was left out. Raises ``ConfigError`` where there is none that is correct.
+    ``say`` receives notes about rows that were left out. Raises ``ConfigError`` if no row is correct.
     """
     runs = _runs(text)
     if not runs:
@@ -146,13 +149,13 @@ def _runs(text: str) -> list[Run]:
 
 
 def _reasons(run: Run, kind: str) -> tuple[int | None, list[str | None]]:
-    """Ranks of a run, and why each of its rows is no correct collective of a kind; none of one that is.
+    """Return a run's number of ranks, and why each row is no correct collective of the kind (none if it is).
 
-    Rates of small rows do not tell the collective. Such a row counts as the others of its run do; in a run
-    without a name at least one of these has to tell it.
+    The rates of small rows do not identify the collective. Such a row counts as the other rows of its run do.
+    In a run without a name, at least one row has to identify it.
     """
     by_rates = _ranks_by_rates(run.rows) if kind == NAME else None
-    n = max(run.n or 0, by_rates or 0) or None  # who copies output may leave ranks out
+    n = max(run.n or 0, by_rates or 0) or None  # output that was copied may lack some ranks
     reasons = [_reason(run, row, n, kind) for row in run.rows]
     if kind != NAME:
         return n, reasons
@@ -180,7 +183,7 @@ def _reason(run: Run, row: Row, n: int | None, kind: str) -> str | None:
         "without a time of the collective": not row.us,
         f"{_OTHER}, without redop or with a root": has_redop == (kind == "all_gather") or row.root != "-1",
         "whose sums were wrong": run.failed or any(_number(one) for one in row.wrong),
-        f"{_OTHER}, whose results in place nobody checks": len({one == _UNCHECKED for one in row.wrong}) > 1,
+        f"{_OTHER}, whose results in place are not checked": len({one == _UNCHECKED for one in row.wrong}) > 1,
         "of a collective without a name": run.name is None and not has_rates,
         "of one rank, which reduces nothing (nccl-tests without MPI)": has_rates and n == 1,
         "whose algbw is not size / time": has_rates and not _is_within(alg, rate, rate, off),
@@ -190,7 +193,7 @@ def _reason(run: Run, row: Row, n: int | None, kind: str) -> str | None:
 
 
 def _tells(row: Row, n: int | None) -> bool:
-    """Whether no other collective has these rates; of two ranks a send-receive has them, unless it is checked."""
+    """Whether no other collective has these rates. Among two ranks, an unchecked send-receive has them."""
     if row.rates is None:
         return False
     if n == 2:
@@ -199,7 +202,7 @@ def _tells(row: Row, n: int | None) -> bool:
 
 
 def _ranks_by_rates(rows: Sequence[Row]) -> int | None:
-    """The n of busbw = 2 (n - 1) / n algbw, by the row that tells it best; none where several numbers fit."""
+    """Return n from busbw = 2 (n - 1) / n algbw, by the most precise row; none if several numbers fit."""
     rates = [(_number(row.rates[0]), _number(row.rates[1]), row) for row in rows if row.rates]
     above = [one for one in rates if not _has_factor(one[2], 0.0, 1.0)] or rates
     alg, bus, best = max(above, key=lambda one: one[0], default=(0.0, 0.0, None))
@@ -212,7 +215,7 @@ def _ranks_by_rates(rows: Sequence[Row]) -> int | None:
 
 
 def _has_factor(row: Row, low: float, high: float) -> bool:
-    """Whether busbw = factor algbw with such a factor, as far as their digits tell."""
+    """Whether busbw = factor algbw for a factor in this range, within the printed digits."""
     alg, bus = row.rates or ("", "")
     return _is_within(bus, low * _number(alg), high * _number(alg), high * _half_digit(alg))
 
@@ -223,7 +226,7 @@ def _is_within(printed: str, low: float, high: float, off: float) -> bool:
 
 
 def _number(text: str) -> float:
-    """A number, 0 of what is none."""
+    """Return the number, or 0 if the text is none."""
     try:
         return float(text) if math.isfinite(float(text)) else 0.0
     except ValueError:
@@ -231,7 +234,7 @@ def _number(text: str) -> float:
 
 
 def _half_digit(text: str) -> float:
-    """Half of the last digit's worth."""
+    """Return half the value of the last digit."""
     try:
         exponent = Decimal(text).as_tuple().exponent
     except InvalidOperation:
@@ -243,7 +246,7 @@ def _half_digit(text: str) -> float:
 
 
 def _of_nccl_tests(text: str) -> Iterator[Run]:
-    """Printed tables: a header and rows, in front of them what runs, and of each rank a line."""
+    """Read printed tables: what runs, a line for each rank, then a header and rows."""
     run, columns = Run(), _MODERN
     for number, line in enumerate(text.splitlines(), 1):
         kind, match = _recognised(line)
@@ -291,7 +294,7 @@ def _collective(program: str) -> str:
 def _row(where: str, match: re.Match[str], columns: Sequence[str]) -> Row:
     words = match[3].split()
     told = [(name.lstrip("#"), word) for name, word in zip(columns[3:], words, strict=False)]
-    values = dict(told)  # the last of a name, which is the one in place, as training reduces its buckets
+    values = dict(told)  # of columns with one name the last counts: it is in place, as training reduces its buckets
     root, us = values.get("root", "-1"), values.get("time", "")
     is_whole = len(told) == len(columns) - 3 and _number(us) > 0 and root.lstrip("-").isdecimal()
     return Row(
@@ -306,7 +309,7 @@ def _row(where: str, match: re.Match[str], columns: Sequence[str]) -> Row:
 
 
 def _of_nccl_json(text: str) -> Iterator[Run]:
-    """What ``-J FILE`` writes."""
+    """Read what ``-J FILE`` writes."""
     if not text.lstrip().startswith("{"):
         return
     try:
@@ -344,7 +347,7 @@ _WORD = r"(?:[\d.]+|Pass|Fail)"
 
 
 def _of_osu(text: str) -> Iterator[Run]:
-    """``osu_allreduce`` and its kin: a title, a header, and rows of numbers in microseconds."""
+    """Read ``osu_allreduce`` and similar: a title, a header, and rows of numbers in microseconds."""
     run, columns = Run(name="a benchmark without a title"), 0
     for number, line in enumerate(text.splitlines(), 1):
         if match := re.search(r"OSU (?:.* )?(\w+) (?:Latency|Bandwidth)\b.*Test", line):
@@ -361,4 +364,4 @@ def _of_osu(text: str) -> Iterator[Run]:
 
 
 READERS: tuple[Callable[[str], Iterator[Run]], ...] = (_of_nccl_json, _of_nccl_tests, _of_osu)
-"""Formats, in the order in which they are tried."""
+"""Readers of all formats, in the order in which they are tried."""

@@ -1,10 +1,10 @@
 """Configuration as values: TOML tables become frozen dataclasses that check themselves.
 
-``Config`` is the base of every table of the experiment file. A subclass is a frozen, keyword-only,
-slotted dataclass; its fields are type-checked on construction, by whatever route, and its
-``_validate`` then checks what the types cannot say. ``decode`` and ``encode`` translate between
-plain TOML data and these values; unknown keys, wrong types and wrong units become ``ConfigError``
-with the path of the key, the value, and the nearest known name.
+``Config`` is the base of every table of the experiment file. A subclass is a frozen, keyword-only, slotted
+dataclass. Construction always checks the types of its fields and then calls ``_validate``, which checks what
+types cannot express. ``decode`` and ``encode`` translate between plain TOML data and these values. Unknown
+keys, wrong types and wrong units become ``ConfigError`` with the path of the key, the value, and the nearest
+known name.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _QUANTITIES: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], str]]] = {
     q.PerStep: (q.parse_per_step, q.format_per_step),
     q.Steps: (q.parse_steps, q.format_steps),
 }
-"""How a file's text is read, and how it is written."""
+"""Functions that parse and format the text of each quantity."""
 
 
 class Config:
@@ -59,11 +59,11 @@ class Config:
         self._validate()
 
     def _validate(self) -> None:
-        """Raise ``ConfigError`` for values whose types are right and whose meaning is not."""
+        """Raise ``ConfigError`` for values that have the right types but make no sense."""
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename what the file may spell differently; the default takes the table as it is."""
+        """Rename keys that the file may spell differently. The default returns the table unchanged."""
         return dict(data)
 
 
@@ -75,7 +75,10 @@ def _refuse_assignment(self: Config, name: str, value: object) -> NoReturn:
 
 
 def at_least(config: Config, least: float, *names: str, most: float = math.inf, above: bool = False) -> None:
-    """Raise ``ConfigError`` for the first of these fields that is out of bounds; ``above``: ``least`` is, too. None never is."""
+    """Raise ``ConfigError`` for the first of these fields that is out of bounds; None is always allowed.
+
+    ``above`` excludes ``least`` itself.
+    """
     for name in names:
         value, kind = getattr(config, name), field_types(type(config))[name]  # type: ignore[arg-type]  # classes are hashable
         if value is not None and not (least < value <= most or (value == least and not above)):
@@ -86,14 +89,14 @@ def at_least(config: Config, least: float, *names: str, most: float = math.inf, 
 
 @functools.cache
 def defaults_of(cls: type) -> dict[str, Any]:
-    """The defaults of a dataclass by field, of those that have one."""
+    """Return the defaults of a dataclass by field, for the fields that have one."""
     found = {field.name: field.default_factory() if callable(field.default_factory) else field.default for field in dataclasses.fields(cls)}
     return {name: default for name, default in found.items() if default is not dataclasses.MISSING}
 
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Field names of a dataclass with their resolved types."""
+    """Return the field names of a dataclass with their resolved types."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -103,7 +106,7 @@ _origin: Callable[[Any], Any] = functools.cache(typing.get_origin)  # its declar
 
 @functools.cache
 def _options(hint: Any) -> tuple[Any, ...]:
-    """What a value may be, but for None."""
+    """Return the types that a value may have, except None."""
     options = typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return tuple(option for option in options if option is not type(None))
 
@@ -114,7 +117,7 @@ def _is_config(hint: Any) -> bool:
 
 @functools.cache
 def _kinds(hint: Any) -> dict[str, type[Config]]:
-    """The members of a union of configs by their class attribute ``kind``; nothing of another type."""
+    """Return the members of a union of configs by their class attribute ``kind``; empty for other types."""
     options = _options(hint)
     if len(options) < 2 or not all(_is_config(option) and hasattr(option, "kind") for option in options):
         return {}
@@ -122,10 +125,10 @@ def _kinds(hint: Any) -> dict[str, type[Config]]:
 
 
 def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
-    """The value of a type; an int is taken for a float, a list for a tuple.
+    """Return the value converted to a type: an int may stand for a float, a list for a tuple.
 
     ``of_file``: plain TOML data, with quantities as text and configs as tables; else values made in Python.
-    Raises ``ConfigError`` naming the key's path below ``where``.
+    Raises ``ConfigError`` with the key's path below ``where``.
     """
     if isinstance(value, int) and abs(value) > q.LARGEST:
         raise ConfigError("cannot be counted in 64 bits", where, f"a number of {value.bit_length()} bits", "for example 2")
@@ -142,7 +145,7 @@ def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
         if not math.isfinite(value):
             raise ConfigError("expected a finite number", where, repr(value), "for example 0.5, or 1e7 for ten million")
         return float(value)
-    exact = of_file or base in (bool, int, str)  # True is an int to Python, and not to a user
+    exact = of_file or base in (bool, int, str)  # Python treats True as an int; users do not
     if type(value) is base or (not exact and isinstance(value, base)):
         if base is str and "\0" in value:
             raise ConfigError("holds a NUL character", where, repr(value), "leave it out")
@@ -151,7 +154,7 @@ def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
-    """A choice, a list or a dictionary."""
+    """Read a choice, a list or a dictionary."""
     origin, arguments = _origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
@@ -170,7 +173,7 @@ def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _expected(hint: Any, where: str, value: Any) -> ConfigError:
-    """The error of a value of another type."""
+    """Return the error for a value of another type."""
     example = 'write 1e7 for ten million; text and quantities stand in quotes: "20 us"; lists are [...], tables { key = value }'
     return ConfigError(f"expected {_described(hint)}", where, repr(value), example)
 
@@ -201,7 +204,7 @@ def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _read_table(value: Mapping[str, Any], cls: type[Config], where: str) -> Config:
-    """A config of a table: an unknown key is named before a wrong value, and that before a missing key."""
+    """Read a config from a table. It reports unknown keys first, then wrong values, then missing keys."""
     data = _below(where, lambda: cls.translate(value))
     known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     unknown = set(data) - set(known)
@@ -220,7 +223,7 @@ def _path(where: str, key: str) -> str:
 
 
 def _below(where: str, make: Callable[[], T]) -> T:
-    """What ``make`` gives; its errors are said to be below ``where``."""
+    """Return ``make()``, and put ``where`` in front of the location in its errors."""
     try:
         return make()
     except ConfigError as error:
@@ -234,7 +237,7 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _described(hint: Any) -> str:
-    """What a value of a type is."""
+    """Describe the values of a type."""
     if _origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(map(_described, _options(hint)))
     if _origin(hint) is tuple:
@@ -247,7 +250,7 @@ def _described(hint: Any) -> str:
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
-    """``. Did you mean 'x'?`` with the known name closest to ``name``, or nothing."""
+    """Return ``. Did you mean 'x'?`` with the known name closest to ``name``, or nothing."""
     lower = {str(option).lower(): str(option) for option in known}
     close = difflib.get_close_matches(repr(name).strip("'").lower(), lower, n=1, cutoff=0.6)
     return f". Did you mean {lower[close[0]]!r}?" if close else ""
@@ -259,7 +262,7 @@ def decode(data: Any, cls: type[T], where: str) -> T:
 
 
 def encode(value: Any) -> Any:
-    """Turn a configuration value into plain TOML data: quantities as text, ``None`` left out."""
+    """Convert a configuration value to plain TOML data: quantities as text, ``None`` left out."""
     return _plain(value, type(value))
 
 
@@ -280,14 +283,14 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def unknown_key(key: str, where: str, known: Iterable[str], value: str | None = None) -> ConfigError:
-    """The error of an unknown key, with the nearest known one."""
+    """Return the error for an unknown key, with the nearest known one."""
     names = list(known)
     hint = nearest(key, names).removeprefix(". ") or f"known keys: {', '.join(names)}"
     return ConfigError("unknown key", where, value, hint)
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested tables as dotted names with their values, in order."""
+    """Return nested tables as dotted names with their values, in order."""
     rows: list[tuple[str, Any]] = []
     for key, value in data.items():
         rows += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]

@@ -1,10 +1,10 @@
-"""Cores: what compute takes where a node has fewer cores than its trainers have threads.
+"""Cores: compute time on a node with fewer cores than its trainers have threads.
 
-A profile's layer times hold what its own machine's trainers shared, and no more is known of a node with
-as many cores a trainer or more. On one with fewer, a trainer of t threads has c = ``cores_per_node`` /
-``trainers_per_node`` cores, and computes as the profile's trainers with c threads did: its lines of other
-thread counts, with straight lines between them on two logarithmic axes. Below the fewest cores that were
-measured, threads take turns: half the cores, twice the time.
+A profile's layer times include the sharing of cores on its own machine. They are used unchanged for a node
+with at least as many cores per trainer. On a node with fewer, a trainer of t threads has c =
+``cores_per_node`` / ``trainers_per_node`` cores and computes as the profile's trainers with c threads did.
+Between measured thread counts, times are interpolated linearly on two logarithmic axes. Below the fewest
+measured cores, threads take turns: half the cores, twice the time.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from fleetbench.workload import LAYERS
 
 
 def shares_cores(experiment: Experiment) -> bool:
-    """Whether ``cores_per_node`` matters: where a processor computes what a profile measured, and nodes are machines."""
+    """Whether ``cores_per_node`` matters: a CPU computes what a profile measured, and nodes are machines."""
     run = experiment.run
     return run.device == "cpu" and run.launcher != "testbed" and experiment.workload.model != LAYERS
 
 
 def on_cores(experiment: Experiment, table: LayerTable) -> LayerTable:
-    """The layer table on the experiment's cores, of which its profile knows how many there were."""
+    """Return the layer table for the experiment's cores, whose number may differ from the profile's."""
     if not shares_cores(experiment):
         return table
     profile = profile_of(experiment)
@@ -34,7 +34,7 @@ def on_cores(experiment: Experiment, table: LayerTable) -> LayerTable:
 
 
 def slowdown(experiment: Experiment, profile: Profile) -> float:
-    """By which factor compute takes longer than in ``profile``; at least 1."""
+    """Return the factor by which compute takes longer than in ``profile``; at least 1."""
     cluster, threads = experiment.cluster, experiment.strategy.thread_num
     trainers = max(cluster.trainers_by_node)
     most = math.inf if profile.cores is None else profile.cores / trainers
@@ -42,7 +42,7 @@ def slowdown(experiment: Experiment, profile: Profile) -> float:
     share = cluster.cores_per_node / trainers
     if share >= had:
         return 1.0
-    cluster.require_even("trainers have too few cores, and compute that differs by a node's number of trainers is not simulated")
+    cluster.require_even("trainers have too few cores, and nodes with different numbers of trainers cannot be simulated then")
     measured = {float(line.thread_num): float(line.compute) for line in profile.threads if line.thread_num <= most}
     if had not in measured:
         return had / share
@@ -50,7 +50,7 @@ def slowdown(experiment: Experiment, profile: Profile) -> float:
 
 
 def _took(measured: dict[float, float], cores: float) -> float:
-    """Compute with so many cores, fewer than the most that were measured."""
+    """Return the compute time with this many cores, fewer than the most that were measured."""
     counts = sorted(measured)
     if cores < counts[0]:
         return measured[counts[0]] * counts[0] / cores
@@ -58,5 +58,5 @@ def _took(measured: dict[float, float], cores: float) -> float:
 
 
 def stretched(table: LayerTable, factor: float) -> LayerTable:
-    """Forward, backward and update ``factor`` times as long."""
+    """Return the table with forward, backward and update ``factor`` times as long."""
     return dataclasses.replace(scaled(table, factor, factor), update=times(table.update, factor))

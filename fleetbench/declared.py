@@ -1,8 +1,8 @@
-"""Declared: what a run that trains nothing reads from its experiment file instead.
+"""Declared scalars: what a run that trains nothing reads from its experiment file instead.
 
-No model learns in a simulation, nor where an emulated device sleeps instead of computing: losses
-follow a curve, the learning rate follows its decay, and an epoch has as many steps as
-the file says. Every executor reads the same, so that a strategy that follows them decides alike.
+No model learns in a simulation, nor on an emulated device, which sleeps instead of computing. Losses follow a
+curve, the learning rate follows its decay, and an epoch has as many steps as the file says. Every executor
+reads the same values, so a strategy that follows them decides the same way.
 """
 
 from dataclasses import dataclass
@@ -14,35 +14,38 @@ from fleetbench.target import Crossing, crossing
 from fleetbench.workload import LossCurve, Workload
 
 LOSSES = frozenset({"workload.loss_curve"})
-"""Where such a run has its losses from."""
+"""Fields from which such a run takes its losses."""
 
 UNFOLLOWED = "stale gradients do not follow a declared curve"
-"""Why training with parameter servers, which trains nothing, reaches no target."""
+"""Reason why training with parameter servers cannot reach a target if it trains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredScalars:
-    """Scalars by the experiment file: no gradient overflows, and losses follow a curve."""
+    """Scalars from the experiment file: no gradient overflows, and losses follow a curve."""
 
     workload: Workload
 
     def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # declared for all ranks
-        """``loss`` averaged over the trainers, ``found_inf``, or ``lr``, which a gradient merge may count in updates, at ``step``."""
+        """Return ``loss`` (mean over trainers), ``found_inf`` or ``lr`` at ``step``.
+
+        For ``lr``, a gradient merge may count ``step`` in updates.
+        """
         if name == "found_inf":
             return 0.0
         if name == "lr":
             return learning_rate(self.workload, step)
         assert name == "loss", f"no declaration of {name}"
-        assert self.workload.loss_curve is not None, "``refuse_undeclared`` has looked"
+        assert self.workload.loss_curve is not None, "``refuse_undeclared`` has checked this"
         return curve_loss(self.workload.loss_curve, step)
 
     def declared_loss(self, step: int) -> float | None:
-        """The loss that a step has by the curve; none without one."""
+        """Return the loss of a step on the curve; none without a curve."""
         return None if self.workload.loss_curve is None else curve_loss(self.workload.loss_curve, step)
 
 
 def learning_rate(workload: Workload, step: int) -> float:
-    """The learning rate that the workload's decay gives ``step``."""
+    """Return the learning rate at ``step`` after the workload's decay."""
     rate = workload.lr
     for decay in workload.lr_decay:
         rate *= decay.factor if step >= decay.step else 1.0
@@ -50,12 +53,12 @@ def learning_rate(workload: Workload, step: int) -> float:
 
 
 def curve_loss(curve: LossCurve, step: int) -> float:
-    """``floor + (start - floor) / 2 ** (step / half_life)``; steps of the warm-up, from 0 down, have ``start``."""
+    """Return ``floor + (start - floor) / 2 ** (step / half_life)``; ``start`` during the warm-up."""
     return float(curve.floor + (curve.start - curve.floor) * 2.0 ** (-max(step, 0) / curve.half_life))
 
 
 def declared_crossing(workload: Workload) -> Crossing | None:
-    """Where the declared loss reaches the target; none where it does not."""
+    """Return where the declared loss reaches the target; none if it does not."""
     if workload.loss_curve is None:
         return None
     evaluated = range(workload.eval_every, workload.steps + 1, workload.eval_every)
@@ -63,7 +66,10 @@ def declared_crossing(workload: Workload) -> Crossing | None:
 
 
 def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, executor: str) -> None:
-    """Raise ``ConfigError`` where ``strategy`` follows a loss or counts epochs that the file does not declare; ``executor`` has none."""
+    """Raise ``ConfigError`` if ``strategy`` needs a loss or epochs that the file does not declare.
+
+    ``executor`` is the name, for the error, of an executor that has neither.
+    """
     workload = experiment.workload
     if strategy.follows_loss and workload.loss_curve is None:
         hint = 'declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
@@ -74,7 +80,7 @@ def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, exe
 
 
 def _needs_epochs(strategy: DistributedStrategy) -> str | None:
-    """The field that makes epochs matter; none where they do not."""
+    """Return the field that depends on epochs; none if no field does."""
     local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
     if strategy.localsgd and local.schedule == "document" and (local.warmup != "const" or local.warmup_epochs):
         return "localsgd_configs.schedule"

@@ -1,8 +1,8 @@
-"""Digests: written files say what stands in them, so that damage is noticed; every file is read whole or refused.
+"""Digests: written files carry a digest, so that damage is noticed; every file is read whole or refused.
 
-- Text that a user may edit, such as a strategy: its first line is ``# sha256 = HEX`` over the rest. Without that line it is
-  taken as it stands.
-- JSON: the key ``sha256`` over all others.
+- Text that a user may edit, such as a strategy: the first line is ``# sha256 = HEX`` over the rest. Without
+  that line the text is accepted as it is.
+- JSON: the key ``sha256`` covers all others.
 - Folders: ``manifest.json`` holds the digest of every other file under ``files``, and its own.
 """
 
@@ -29,7 +29,7 @@ _KEY = "sha256"
 _FIRST = f"# {_KEY} = "
 _PARTIAL = ".partial"
 _LONGEST_S = 3600.0
-"""Seconds without a change after which a partial file is nobody's."""
+"""Seconds without a change after which a partial file is considered abandoned."""
 _MALFORMED: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -42,14 +42,14 @@ _MALFORMED: tuple[type[Exception], ...] = (
     zlib.error,
 )
 _COPIES = 4
-"""Of a table, in memory at once while it is read."""
+"""Number of copies of a table in memory while it is read."""
 _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
-"""What reading a manifest raises where there is none, or where another program wrote it."""
+"""Exceptions raised by reading a manifest that is missing or was written by another program."""
 
 
 @contextlib.contextmanager
 def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn whatever a malformed file raises inside the ``with``, and ``also``, into a ``ConfigError`` that names it."""
+    """Turn what a malformed file raises, and ``also``, into a ``ConfigError`` that names the file."""
     try:
         yield
     except OSError as error:
@@ -61,10 +61,10 @@ def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[Non
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """The file to write, which takes the name ``path`` when the ``with`` ends; after an error nothing of it is left.
+    """Yield a file to write: it becomes ``path`` when the ``with`` ends, and is removed after an error.
 
-    Several may write one file: the last that ends has written it. ``durable``: by the end both are on the disk, and
-    what a writer that was killed has left of it is gone. Raises what writing raises.
+    Several processes may write one file: the last to finish wins. ``durable``: at the end, the file and its
+    name are on the disk, and partial files of killed writers are removed. Raises what writing raises.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
@@ -81,7 +81,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what writers of ``path`` have left that were killed, or write for longer than anybody does."""
+    """Remove partial files that killed writers of ``path`` have left, judged by their age."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
         with contextlib.suppress(OSError):
             if left.stat().st_mtime < time.time() - _LONGEST_S:
@@ -89,7 +89,7 @@ def _sweep(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of files, to the disk."""
+    """Flush a file, or a folder's list of files, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -99,7 +99,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Turn what a disk that refuses raises inside the ``with``, and ``also``, into an ``EnvironmentLacks`` that names the file."""
+    """Turn an error of the disk, and ``also``, into an ``EnvironmentLacks`` that names the file."""
     refused: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -110,15 +110,15 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all. Raises ``EnvironmentLacks`` where the disk refuses."""
+    """Write a file atomically. Raises ``EnvironmentLacks`` if writing fails."""
     with writing(path), atomic_write(path) as partial:
         partial.write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
 def refuse_large_table(file: Any, where: str) -> None:
-    """Raise ``EnvironmentLacks`` for a Parquet file whose table fits no free memory: few bytes may stand for billions of numbers.
+    """Raise ``EnvironmentLacks`` for a Parquet file whose table does not fit into free memory.
 
-    ``file``: its path, or the file itself.
+    A few compressed bytes may stand for billions of numbers. ``file`` is the path, or the file itself.
     """
     import psutil
     from pyarrow import parquet
@@ -133,7 +133,10 @@ def refuse_large_table(file: Any, where: str) -> None:
 
 
 def read_text(path: str | Path, hint: str) -> str:
-    """A text file, without a byte-order mark. Raises ``ConfigError`` where it cannot be read, or is not what its folder's manifest says."""
+    """Return the text of a file, without a byte-order mark.
+
+    Raises ``ConfigError`` if it cannot be read, or differs from the manifest of its folder.
+    """
     check_file(Path(path))
     with reading(path, hint):
         try:
@@ -143,12 +146,15 @@ def read_text(path: str | Path, hint: str) -> str:
 
 
 def sealed(text: str) -> str:
-    """The text below a line with its digest."""
+    """Return the text after a line with its digest."""
     return f"{_FIRST}{_sha256(text)}\n{text}"
 
 
 def read_toml(text: str, where: str, hint: str) -> dict[str, Any]:
-    """What a TOML file's text holds. Raises ``ConfigError`` where it is no TOML, or no longer what its first line says."""
+    """Parse the text of a TOML file.
+
+    Raises ``ConfigError`` if it is not TOML, or its digest line does not match.
+    """
     first, _, rest = text.partition("\n")
     if first.startswith(_FIRST.rstrip(" =")) and first != _FIRST + _sha256(rest):
         edited = "remove the line after editing (the first); a file that you did not edit is damaged: write it again"
@@ -160,18 +166,21 @@ def read_toml(text: str, where: str, hint: str) -> dict[str, Any]:
 
 
 def sealed_json(data: Mapping[str, Any]) -> str:
-    """JSON of ``data`` and its digest."""
+    """Return JSON of ``data`` and its digest."""
     plain = json.loads(json.dumps(data))
     return json.dumps({_KEY: json_digest(plain), **plain}, indent=1)
 
 
 def read_json(text: str) -> dict[str, Any]:
-    """What ``sealed_json`` wrote, without the digest, which may be missing. Raises ``ValueError`` where it differs."""
+    """Return what ``sealed_json`` wrote, without the digest, which is optional.
+
+    Raises ``ValueError`` if it differs.
+    """
     return _opened(text)[0]
 
 
 def _opened(text: str) -> tuple[dict[str, Any], bool]:
-    """The data, and whether there was a digest."""
+    """Return the data, and whether it had a digest."""
     data = json.loads(text)
     if not isinstance(data, dict):
         raise TypeError("holds no table")
@@ -182,12 +191,15 @@ def _opened(text: str) -> tuple[dict[str, Any], bool]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Name and digest of every file of a folder, for its manifest."""
+    """Return the name and digest of every file of a folder, for its manifest."""
     return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
 
 
 def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
-    """A folder's manifest, its files checked. Raises ``ConfigError`` where one is not what it says, and for one without digests."""
+    """Return a folder's manifest after checking all files.
+
+    Raises ``ConfigError`` if a file does not match, or if the manifest has no digests.
+    """
     path = folder / MANIFEST
     with reading(path, hint):
         manifest, is_sealed = _opened(path.read_text(encoding="utf-8"))
@@ -199,13 +211,13 @@ def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> None:
-    """Raise ``ConfigError`` for a device, and for a file that is not what the manifest in its folder says; most folders have none."""
+    """Raise ``ConfigError`` for a device, and for a file that does not match its folder's manifest."""
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError):  # the function that reads it says why it cannot
+    except (OSError, ValueError):  # the function that reads the file reports the reason
         return
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise ConfigError("is a device, and no file", str(path), hint="name a file")
+        raise ConfigError("is a device, not a file", str(path), hint="name a file")
     try:
         manifest, is_ours = _opened((path.parent / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
@@ -217,7 +229,7 @@ def check_file(path: Path) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: str) -> None:
-    """Raise ``ConfigError`` where a file of these names does not have its digest in ``files``."""
+    """Raise ``ConfigError`` if one of these files does not have its digest in ``files``."""
     for name in names:
         path = folder / name
         with reading(path, hint):
@@ -226,14 +238,14 @@ def check_files(folder: Path, files: Mapping[str, str], names: Iterable[str], hi
 
 
 def digest_of(path: str | Path, hint: str) -> str:
-    """The digest of a file's content. Raises ``ConfigError`` where it cannot be read."""
+    """Return the digest of a file's content. Raises ``ConfigError`` if it cannot be read."""
     check_file(Path(path))
     with reading(path, hint):
         return file_digest(Path(path))
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file. Raises ``OSError``."""
+    """Return the SHA-256 of a file. Raises ``OSError``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -243,5 +255,5 @@ def _sha256(text: str) -> str:
 
 
 def json_digest(data: Any) -> str:
-    """SHA-256 of data as JSON, whatever the order of its keys."""
+    """Return the SHA-256 of data as JSON, independent of the order of keys."""
     return _sha256(json.dumps(data, sort_keys=True))

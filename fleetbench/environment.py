@@ -1,6 +1,6 @@
-"""Environment: the variables that an experiment may set for its workers, and what each may hold.
+"""Environment: the variables that an experiment may set for its workers, and their allowed values.
 
-``environment.toml`` has the exact list. A user who needs more sets it in the shell that starts the command.
+``environment.toml`` has the exact list. Users who need more set them in the shell that starts the command.
 """
 
 import functools
@@ -13,18 +13,18 @@ from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
 
 RECORDED = ("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_NCCL_", "CUDA_DEVICE_", "PYTHONWARNINGS")
-"""Prefixes of the variables that manifests record, from the experiment or from the shell."""
+"""Prefixes of the variables that manifests record, whether set by the experiment or by the shell."""
 
 
 @functools.cache
 def _allowed() -> Mapping[str, str]:
-    """Names, and the pattern that a value matches."""
+    """Return the allowed names, with the pattern that a value must match."""
     text = resources.files("fleetbench").joinpath("environment.toml").read_text(encoding="utf-8")
     return {name: group["values"] for group in tomllib.loads(text)["allowed"] for name in group["names"]}
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` for a variable that is not on the list, or a value that it may not have."""
+    """Raise ``ConfigError`` for a variable that is not on the list, or for a value that is not allowed."""
     for name, value in environment.items():
         allowed = _allowed()
         pattern = allowed.get(name)

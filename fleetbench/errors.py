@@ -1,4 +1,4 @@
-"""Every error a user can meet, with the exit code the command line gives it.
+"""Every error a user can meet, with the exit code of the command line.
 
 FleetbenchError
 ├── GateFailed          1    a gate asked for on the command line failed
@@ -7,27 +7,27 @@ FleetbenchError
 ├── WorkerFailed        4    a worker died, hung or raised
 └── Interrupted       130    Ctrl-C
 
-An error is rebuilt from its ``args`` alone, because SimPy re-raises a process's
-exception as ``type(e)(*e.args)``.
+An error can be rebuilt from its ``args`` alone, because SimPy re-raises a process's exception as
+``type(e)(*e.args)``.
 """
 
 from typing import ClassVar
 
 LONGEST = 1000
-"""Characters of a value that are shown."""
+"""Largest number of characters of a value that are shown."""
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""Characters that move a terminal's cursor, change its state, end a line or turn the direction of text."""
+"""Characters that move a terminal's cursor, change its state, end a line or change the direction of text."""
 _SPELLED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
 _SPELLED_IN_LINES = {code: spelled for code, spelled in _SPELLED.items() if chr(code) not in "\n\t"}
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """The text with control characters spelled out as Python's escapes; ``lines``: it may have several lines, and tabs."""
+    """Return the text with control characters as Python escapes; ``lines`` keeps line breaks and tabs."""
     return text.translate(_SPELLED_IN_LINES if lines else _SPELLED)
 
 
 class FleetbenchError(Exception):
-    """Base class: says what, where, the value, and a hint how to mend it."""
+    """Base class: says what, where, the value, and a hint on how to fix it."""
 
     exit_code: ClassVar[int] = 1
 

@@ -1,6 +1,6 @@
 """Experiment = Workload + Cluster + DistributedStrategy + Run: one file, one run.
 
-Each part validates itself; what needs two of them is checked here.
+Each part validates itself. Conditions that involve two parts are checked here.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 SCHEMA = 1
 
 LONGEST_NAME = 128
-"""Bytes of an experiment's name. Names of folders add to it, and file systems take 255."""
+"""Largest length of an experiment's name, in bytes. Names of run folders add to it, and file systems allow
+255."""
 
 _FILE_DATA = ("text:", "imagenet:")
 
 
 class HierarchySwitchedOff(UserWarning):
-    """A hierarchical all-reduce was asked for, and all trainers are of one node, or of one group of ``hierarchical_inner_ranks``."""
+    """Warns that a hierarchical all-reduce has only one node or one group of ``hierarchical_inner_ranks``."""
 
 
 def _searched(cls: type) -> type:
-    """The class with a key for each list of values that the strategy's fields have to search."""
+    """Return the class with a key for each list of values that the tuner searches."""
     for key, (_, knob) in SEARCHES.items():
         first = knob.values[0]
         kind = f"Literal{[*knob.values]}" if isinstance(first, str) else type(first).__name__
@@ -55,16 +56,16 @@ def _searched(cls: type) -> type:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferencePoint(Config):
-    """Runs to the target at one batch size, with the learning rate that suits it."""
+    """Runs to the target at one batch size, with a learning rate that suits it."""
 
     batch_size: int
-    """Samples of an update, of all trainers together."""
+    """Samples per update, over all trainers."""
     samples: float
-    """Mean number of samples to the target."""
+    """Mean number of samples until the target is reached."""
     runs: int = 1
-    """Number of runs, of different seeds."""
+    """Number of runs, each with a different seed."""
     sd: float | None = None
-    """Standard deviation of ``samples`` from run to run."""
+    """Standard deviation of ``samples`` between runs."""
 
     def _validate(self) -> None:
         at_least(self, 1, "batch_size", "runs")
@@ -78,58 +79,69 @@ class Tune(Config):
     """How ``fleetbench tune`` searches, and how it decides."""
 
     trials: int = 150
-    """Simulated trials, the default strategy among them, where all different strategies would take more than ``search_seconds``."""
+    """Number of simulated trials, including the default strategy, if simulating all different strategies
+    would take more than ``search_seconds``."""
     search_seconds: float = 30.0
-    """All different strategies are simulated if that takes no longer; otherwise Optuna's TPE proposes. As long again virtual trainers may
-    take, if there is a target, and once more with further seeds; with ``--simulate-only`` that for each of ``target_seeds``."""
+    """Seconds for the search. If all different strategies can be simulated in this time, they are; otherwise
+    Optuna's TPE proposes trials. With a target, virtual trainers may take this long as well, and once more
+    for further seeds; with ``--simulate-only``, once for each of ``target_seeds``."""
     allow: tuple[Literal["wire16"], ...] = ()
-    """``wire16``: gradients may travel as FP16 or BF16, without a target as well."""
+    """Values that need permission. ``wire16``: gradients may be sent as FP16 or BF16 even without a
+    target."""
     simulated_steps: int = 10
-    """Least counted steps of one simulated trial: whole rounds of all K, or the workload's if fewer."""
+    """Least number of counted steps in a simulated trial: whole rounds of all K, or the workload's steps if
+    those are fewer."""
     finalists: int = 3
-    """Best simulated strategies that run for real."""
+    """Number of best simulated strategies that run for real."""
     leg_steps: int = 60
-    """Counted steps of one real leg; more where a K that is searched has longer rounds."""
+    """Counted steps of a real leg; more if a searched K has longer rounds."""
     pairs: int = 48
-    """Most fresh pairs of finalist and default; they stop at a look before, where the verdict is known."""
+    """Largest number of pairs of finalist and default. Measuring stops earlier, at an interim look, if the
+    verdict is already known."""
     target_seeds: int | None = None
-    """Most runs to ``workload.target_loss`` of each way of training, paired by their seeds, as far as a budget has room; with
-    ``--simulate-only`` of virtual trainers. With fewer than 5 no way of training is used. A script takes its seed from
-    ``FLEETBENCH_SEED``. Default: 5; 1 where compute is emulated."""
+    """Largest number of runs to ``workload.target_loss`` for each way of training, paired by seed, within the
+    budget; with ``--simulate-only``, runs of virtual trainers. With fewer than 5, no way of training is
+    recommended. A script reads its seed from ``FLEETBENCH_SEED``. Default: 5; 1 if compute is emulated."""
     metric: str | None = None
-    """With a target: what must not fall. ``accuracy`` of the registry's classifiers, or the name of what a script reports beside its loss,
-    ``fleet.report(loss=loss, NAME=value)``; at the target, in the mean over seeds. More is better."""
+    """With a target: metric that must not fall. ``accuracy`` for the registry's classifiers, or the name of a
+    value that a script reports beside its loss, ``fleet.report(loss=loss, NAME=value)``. It is compared at
+    the target, as a mean over seeds; more is better."""
     metric_drop: float = 0.01
-    """By how much the finalist's ``metric`` may be less than the default's."""
+    """Largest allowed drop of ``metric`` from the default to the finalist."""
     min_gain: float = 0.02
-    """USE needs the interval's lower end above 1 + ``min_gain``."""
+    """Least gain. USE requires that the lower end of the speed-up's interval exceeds 1 + ``min_gain``."""
     budget_gpu_hours: float | None = None
-    """Bound on the trainers' time in real runs, summed over them."""
+    """Limit on the trainers' time in real runs, summed over trainers."""
     budget_minutes: float | None = None
-    """Bound on the time of the real runs: the pairs then end with the verdict that they allow."""
+    """Limit on the time of the real runs, in minutes. When it is reached, the pairs measured so far decide
+    the verdict."""
     samples: float | None = None
-    """With ``--simulate-only``: samples to train on in all, for days and money."""
+    """With ``--simulate-only``: total number of training samples, from which days and cost are computed."""
     price_per_trainer_hour: float | None = None
-    """Of one trainer, in any currency; servers are not counted."""
+    """Price of one trainer per hour, in any currency; servers are not counted."""
     reference_points: tuple[ReferencePoint, ...] = ()
-    """With ``--simulate-only --sweep``: runs to the target at one batch size or several, by which a law says how many samples any takes."""
+    """With ``--simulate-only --sweep``: runs to the target at one or more batch sizes. A law fitted to them
+    predicts the samples at any batch size."""
     local_steps: tuple[int, ...] = SEARCHES["local_steps"][1].values
-    """Values of K that may be searched; used only where ``workload.target_loss`` prices them."""
+    """Values of K that may be searched; only used if ``workload.target_loss`` is set."""
     diloco: bool = True
-    """Rounds of local steps may end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9); tried with a target, where
-    virtual trainers train the workload, and in scripts with the fastest K and the next larger one (twice the largest). Virtual trainers
-    also try the best local steps with an outer rate of 0.4 and 1, momentum 0.5, two fragments, and exchanges beside a step."""
+    """Allow rounds that end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9). It
+    needs a target, and is tried where virtual trainers train the workload, and in scripts with the fastest K
+    and the next larger one (twice the largest). Virtual trainers also try the best local steps with an outer
+    rate of 0.4 and 1, momentum 0.5, two fragments, and exchanges beside a step."""
     adaptive: bool = True
-    """Adaptive K from the largest of ``local_steps``, and local steps from ``workload.lr_decay``'s first on, may be tried, where virtual
-    trainers train the workload, with a target."""
+    """With a target, where virtual trainers train the workload: allow an adaptive K that starts from the
+    largest of ``local_steps``, and local steps that begin at the first ``workload.lr_decay``."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
-    """Micro-batches of an update that may be tried beside 1, where virtual trainers train the workload, with a target."""
+    """With a target, where virtual trainers train the workload: micro-batches per update that may be tried
+    besides 1."""
     sharding: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
-    """With ``--simulate-only``: stages of sharding that are tried, over all trainers and within a node."""
+    """With ``--simulate-only``: stages of sharding to try, over all trainers and within a node."""
     lr_scale: tuple[float, ...] = ()
-    """Factors of the learning rate that may be tried with a target. Where virtual trainers train the workload, none stands for an eighth to
-    eight: with the default and the best ``finalists`` ways, step by step from the strategy's own, as far as that helps. A script tries none
-    but those that stand here, with the default and the fastest K: each costs runs to the target."""
+    """Factors on the learning rate that may be tried with a target. If empty, and virtual trainers train the
+    workload, factors from an eighth to eight are tried with the default and the best ``finalists`` ways of
+    training, stepwise from the strategy's own, as long as the result improves. A script tries only the
+    factors listed here, with the default and the fastest K, because each costs runs to the target."""
 
     def _validate(self) -> None:
         at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "target_seeds")
@@ -140,7 +152,7 @@ class Tune(Config):
         DistributedStrategy(nccl_comm_num=max(self.values("nccl_comm_num")))
 
     def _check_values(self) -> None:
-        """Raise ``ConfigError`` for a parameter without a value that could be tried."""
+        """Raise ``ConfigError`` for a parameter that has no valid value to try."""
         if min(self.lr_scale, default=1.0) <= 0:
             raise ConfigError("needs values above 0", "lr_scale", f"{list(self.lr_scale)}", "for example lr_scale = [0.5, 2]")
         for key, parameter in {**PARAMETERS, "gradient_merge": "gradient_merge"}.items():
@@ -150,7 +162,7 @@ class Tune(Config):
                 raise ConfigError(what, key, repr(values), f"for example {key} = {json.dumps(examples)}")
 
     def values(self, parameter: str) -> tuple[Any, ...]:
-        """All that may be tried of a parameter of the search, in whichever of its keys."""
+        """Return all values that may be tried for a parameter of the search, from all of its keys."""
         keys = [key for key, of in PARAMETERS.items() if of == parameter] or [parameter]
         return tuple(dict.fromkeys(value for key in keys for value in getattr(self, key)))
 
@@ -160,20 +172,27 @@ class Run(Config):
     """Where and how the experiment is executed."""
 
     seed: int = 0
+    """Seed of all draws: data, initial parameters, stragglers."""
     device: Literal["cpu", "cuda", "emulated"] = "cpu"
+    """Device that trainers compute on. With ``emulated``, they sleep for the measured layer times instead of
+    computing."""
     backend: Literal["gloo", "nccl"] = "gloo"
+    """Communication library: gloo for CPU tensors, NCCL for CUDA tensors."""
     launcher: Literal["local", "testbed", "torchrun", "slurm", "command"] = "local"
-    """``command``: the user's own, after ``--`` on the command line; it is in no file, because a file executes nothing."""
+    """Launcher of the worker processes. ``command``: the user's own command, given after ``--`` on the
+    command line. No file contains the command, because files never execute anything."""
     port: int = 29500
     """Rendezvous port of a job that ``fleetbench launch --print`` prints."""
     warmup_steps: int = 5
-    """Steps before step 1, numbered up to 0: trained, in the table, not in the summary."""
+    """Number of steps before step 1, numbered up to 0. They train and appear in the table of steps, but not
+    in the summary."""
     startup_timeout: Nanoseconds = Nanoseconds(300 * 10**9)
-    """Until every rank has joined."""
+    """Time limit for all ranks to join."""
     timeout: Nanoseconds = Nanoseconds(120 * 10**9)
-    """Of a collective, once all ranks have joined."""
+    """Time limit of a collective after all ranks have joined."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Set before the workers start; recorded in the manifest. ``fleetbench.environment`` lists the names and what they may hold."""
+    """Environment variables that are set before the workers start and recorded in the manifest.
+    ``fleetbench.environment`` lists the allowed names and values."""
 
     def _validate(self) -> None:
         at_least(self, 0, "seed", "warmup_steps")
@@ -184,15 +203,22 @@ class Run(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment(Config):
-    """One experiment file, checked. Raises ``ConfigError`` where its parts contradict each other."""
+    """One experiment file, checked. Raises ``ConfigError`` if its parts contradict each other."""
 
     name: str = "quickstart"
+    """Name of the experiment, which begins the names of its run folders."""
     schema: int = SCHEMA
+    """Version of the file's schema."""
     workload: Workload = field(default_factory=Workload)
+    """Model, data and optimizer."""
     cluster: Cluster = field(default_factory=Cluster)
+    """Nodes, links and stragglers."""
     strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
+    """How trainers exchange gradients or parameters."""
     tune: Tune = field(default_factory=Tune)
+    """Search and decision of ``fleetbench tune``."""
     run: Run = field(default_factory=Run)
+    """Device, launcher, seed and timeouts."""
 
     def _validate(self) -> None:
         if not re.fullmatch(r"\w[\w.-]*", self.name) or len(self.name.encode()) > LONGEST_NAME:
@@ -211,24 +237,22 @@ class Experiment(Config):
     def from_dict(cls, data: Mapping[str, Any]) -> Experiment:
         """Decode plain TOML data.
 
-        ``cluster.preset`` stands for fields (``fleetbench.hardware.presets``), and a ``config.json`` as ``workload.model``
-        for a model with its options (``fleetbench.hugging_face``), a log in ``cluster.measured`` for its points.
+        Shorthands are expanded first: ``cluster.preset`` to its fields (``fleetbench.hardware.presets``), a
+        ``config.json`` as ``workload.model`` to a model with options (``fleetbench.hugging_face``), and a log
+        in ``cluster.measured`` to its points.
         """
-        if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name otherwise
+        if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name differently
             raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
         return decode(expanded(hugging_face.expanded(with_measured(data))), cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
-        """Read an experiment file (default: the built-in quickstart), then ``section.key=value`` overrides.
-
-        Files named in it are taken relative to it, those of overrides relative to the working directory.
-        """
+        """Read an experiment file (default: the built-in quickstart), then apply ``section.key=value``."""
         return cls.from_dict(cls.read(path, overrides))
 
     @staticmethod
     def read(path: str | Path | None = None, overrides: Sequence[str] = (), strategy: Path | None = None) -> dict[str, Any]:
-        """What ``load`` decodes, as plain TOML data; with the strategy of another file, if one is given."""
+        """Return the TOML data that ``load`` decodes, with the strategy of another file if one is given."""
         if path is None:
             text, base = resources.files("fleetbench").joinpath("quickstart.toml").read_text(encoding="utf-8"), Path()
         else:
@@ -241,7 +265,7 @@ class Experiment(Config):
             raise ConfigError("holds no experiment", str(path), hint=hint)
         if path is not None and data.keys() <= {"schema", "strategy", *(one.name for one in dataclasses.fields(DistributedStrategy))}:
             hint = f"name its experiment, too: fleetbench sim EXPERIMENT.toml --strategy {path}"
-            raise ConfigError("holds a strategy, and no experiment", str(path), hint=hint)
+            raise ConfigError("holds a strategy, not an experiment", str(path), hint=hint)
         if strategy is not None:
             data["strategy"] = encode(DistributedStrategy.load(strategy))
         _make_paths_absolute(data, base)
@@ -251,26 +275,29 @@ class Experiment(Config):
         return data
 
     def to_toml(self) -> str:
-        """The experiment as TOML, defaults included."""
+        """Return the experiment as TOML, including defaults."""
         return tomli_w.dumps(encode(self))
 
     def save(self, path: Path) -> None:
-        """Write ``to_toml`` below its digest, whole or not at all."""
+        """Write ``to_toml`` after its digest, atomically."""
         write_whole(path, sealed(self.to_toml()))
 
     @property
     def transport(self) -> str:
-        """Whose framing links have where they declare none: ``run.backend``, or NCCL where the simulated collectives are NCCL's."""
+        """Backend whose framing applies to links that declare none.
+
+        This is ``run.backend``, or NCCL if the simulated collectives are NCCL's.
+        """
         return "nccl" if self.cluster.collective.startswith("nccl-") else self.run.backend
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some parts changed."""
+        """Return a copy with some parts changed."""
         return dataclasses.replace(self, **changes)
 
     def digest(self) -> str:
-        """Eight hexadecimal digits over the experiment and the contents of the files it names.
+        """Return eight hexadecimal digits over the experiment and the contents of the files it names.
 
-        Where a file lies does not count. Raises ``ConfigError`` for one that cannot be read.
+        The location of a file does not matter. Raises ``ConfigError`` if one cannot be read.
         """
         data = encode(self)
         _replace_files(data, lambda path: digest_of(path, "the experiment names this file"))
@@ -278,7 +305,7 @@ class Experiment(Config):
 
 
 def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: Cluster) -> None:
-    """Raise ``ConfigError`` where a strategy does not fit the workload or the cluster."""
+    """Raise ``ConfigError`` if a strategy does not fit the workload or the cluster."""
     if strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
         what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
         hint = 'use sgd or momentum, raise k_steps, or set localsgd_configs.optimizer_state = "average"'
@@ -295,7 +322,7 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Apply ``section.key=value``; the value is TOML, or else plain text."""
+    """Apply ``section.key=value``. The value is TOML, or plain text if it does not parse."""
     key, separator, text = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not separator or not all(parts):
@@ -317,7 +344,7 @@ def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
 
 
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
-    """Replace the names of files (and of folders) in undecoded data by ``change`` of them."""
+    """Replace each file name (and folder name) in undecoded data with ``change(name)``."""
     workload, cluster = (table if isinstance(table := data.get(name), dict) else {} for name in ("workload", "cluster"))
     entries = cluster.get("stragglers")
     named = [(entry, "path") for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)]

@@ -1,4 +1,4 @@
-"""Fields: lists of the strategy's fields, derived from what each says of itself (``fleetbench.knobs``).
+"""Fields: lists of the strategy's fields, derived from each field's metadata (``fleetbench.knobs``).
 
 Names are dotted, such as ``strategy.localsgd_configs.k_steps``.
 """
@@ -12,7 +12,7 @@ from fleetbench.strategy import DistributedStrategy
 
 
 def knobs_of(value: Config, prefix: str = "strategy", of_table: Knob | None = None) -> Iterator[tuple[str, Knob]]:
-    """All fields, with their own knobs or their tables'. Raises ``TypeError`` for one of which nothing is said."""
+    """Yield all fields with their own or their table's knob. Raises ``TypeError`` for a field without one."""
     for item in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
         current, name = getattr(value, item.name), f"{prefix}.{item.name}"
         knob = item.metadata.get("knob", of_table)
@@ -26,18 +26,18 @@ def knobs_of(value: Config, prefix: str = "strategy", of_table: Knob | None = No
 
 KNOBS = dict(knobs_of(DistributedStrategy()))
 SEARCHES = {knob.key: (name.removeprefix("strategy."), knob) for name, knob in KNOBS.items() if knob.key}
-"""The field below the strategy, and its knob, by key of ``[tune]``."""
+"""Name of a field below the strategy, and its knob, by key of ``[tune]``."""
 PARAMETERS = {key: knob.called if knob.called in SEARCHES else key for key, (_, knob) in SEARCHES.items()}
-"""The parameter of the search that a key's values are of."""
+"""Parameter of the search to which a key's values belong."""
 
 
 def named(words: str) -> KeysView[str]:
-    """The fields whose knobs say these words."""
+    """Return the fields whose knobs say all of these words."""
     return {name: knob for name, knob in KNOBS.items() if set(words.split()) <= set(knob.says.split())}.keys()
 
 
 def tables_of(words: str) -> tuple[str, ...]:
-    """The strategy's own fields, whole tables among them, that hold these."""
+    """Return the top-level fields of the strategy, including tables, that contain such fields."""
     return tuple(dict.fromkeys(name.split(".")[1] for name in named(words)))
 
 
@@ -46,4 +46,4 @@ CALLED = {
     for one in KNOBS.values()
     if one.called
 }
-"""The strategy's own fields that go together, by what a person calls them."""
+"""Top-level fields of the strategy that belong together, by their name for people."""

@@ -1,4 +1,4 @@
-"""File kinds: a user's file read whole, gzip or not; and what it seems to be, if it is of another kind."""
+"""File kinds: read a user's file whole, gzip or not, and say what it seems to be if it is of another kind."""
 
 import gzip
 import json
@@ -10,9 +10,9 @@ from fleetbench.digests import check_file, reading
 from fleetbench.errors import ConfigError
 
 MOST_BYTES = 2**28
-"""Of a file, decompressed: larger ones are refused."""
+"""Largest size of a file in bytes, decompressed. Larger files are refused."""
 MOST_LOOKED_AT = 100_000
-"""Characters of a text that patterns are tried on."""
+"""Number of characters at the start of a text that patterns are tried on."""
 _GZIP = b"\x1f\x8b"
 _MAGIC: dict[bytes, str] = {
     b"\x89PNG": "a PNG image",
@@ -47,13 +47,13 @@ _TEXT: dict[str, str] = {
     r"(?:[^\n]*\n){0,50}?(?:import|from) \w[\w.]*(?: import [^,\n]+)?\n": "a Python script",
     r"(?:#[^\n]*\n)*(?:---\n)?[\w-]+:(?: [^\n]*)?\n(?:[\w-]+:|  |- )": "a YAML file",
 }
-"""By how a text begins."""
+"""Kinds of text files, by a pattern of how the text begins."""
 
 
 def read_file(path: str | Path, hint: str, where: str | None = None, most: int | None = None) -> bytes:
-    """All bytes of a file, decompressed where it is gzip; ``where``: what errors call it, by default its path.
+    """Return all bytes of a file, decompressed if it is gzip; ``where`` is its name in errors.
 
-    Raises ``ConfigError`` where it cannot be read, or has more than ``most`` bytes, or 256 MiB.
+    Raises ``ConfigError`` if it cannot be read, or has more than ``most`` bytes (default: 256 MiB).
     """
     most = most or MOST_BYTES
     data = begin_of(path, hint, where or str(path), most + 1)
@@ -63,7 +63,10 @@ def read_file(path: str | Path, hint: str, where: str | None = None, most: int |
 
 
 def begin_of(path: str | Path, hint: str, where: str, size: int) -> bytes:
-    """The first ``size`` bytes of a file, decompressed where it is gzip. Raises ``ConfigError`` where it cannot be read."""
+    """Return the first ``size`` bytes of a file, decompressed if it is gzip.
+
+    Raises ``ConfigError`` if unreadable.
+    """
     check_file(Path(path))
     with reading(where, hint), Path(path).open("rb") as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
@@ -72,20 +75,20 @@ def begin_of(path: str | Path, hint: str, where: str, size: int) -> bytes:
 
 
 def text_of(data: bytes) -> str | None:
-    """The text, in UTF-8 or after a mark of UTF-16; none where the bytes are none."""
+    """Return the text, in UTF-8, or UTF-16 with a byte-order mark; none if the bytes are no text."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return data.decode("utf-16", errors="replace")
     return None if b"\0" in data[:4096] or kind_by_magic(data) else data.decode("utf-8-sig", errors="replace")
 
 
 def kind_by_magic(data: bytes) -> str | None:
-    """What the first bytes say; none where they say nothing."""
+    """Return the kind of file according to its first bytes; none if they do not identify one."""
     named = (name for magic, name in _MAGIC.items() if data.startswith(magic))
     return next(named, "a tar archive" if data[257:262] == b"ustar" else None)
 
 
 def kind_of(data: bytes) -> str | None:
-    """What a file seems to be, as words after "it seems to be"; none of a plain text, such as a table."""
+    """Return the words after "it seems to be" for a file; none for plain text, such as a table."""
     text = text_of(data)
     if text is None:
         return kind_by_magic(data) or "binary data"

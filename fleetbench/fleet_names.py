@@ -1,4 +1,4 @@
-"""Fleet's names: what strategies of Fleet, and older ones, call the fields of today."""
+"""Fleet's names: translate field names of Fleet, and older ones, into the current names."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ ALIASES: dict[str, str] = {
     "forward_recompute": "recompute",
     "use_local_sgd": "localsgd",
 }
-"""Fleet's name to ours, where Fleet's misleads or is an older spelling of a field of today."""
+"""Fleet's name to ours, where Fleet's name is misleading or an older spelling."""
 
 EXECUTION_STRATEGY: dict[str, str] = {"num_threads": "thread_num"} | {
     name: name for name in ("num_iteration_per_drop_scope", "num_iteration_per_run", "use_thread_barrier")
@@ -29,11 +29,11 @@ NO_EFFECT = frozenset(_NO_EFFECT.split())
 
 
 class FieldHasNoEffect(UserWarning):
-    """A Fleet field was read that has no equivalent here."""
+    """Warns that a Fleet field without an equivalent here was read."""
 
 
 def translate(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A strategy's table in today's names. Raises ``ConfigError`` for a field that stands there twice."""
+    """Return a strategy's table with current names. Raises ``ConfigError`` for a field that is set twice."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         inside = key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping)
@@ -68,7 +68,7 @@ def _of_execution_strategy(table: Mapping[str, Any], where: str) -> list[tuple[s
 
 
 def _move_into(data: dict[str, Any], table: str, names: Mapping[str, str]) -> None:
-    """Move older top-level keys into a ``*_configs`` table, under their names of today."""
+    """Move older top-level keys into a ``*_configs`` table, under their current names."""
     configs = data.get(table, {})
     if not isinstance(configs, Mapping):
         raise ConfigError("expected a table", table, repr(configs), "give its keys as a table, or drop the older names")
@@ -85,7 +85,7 @@ def _without_effect(key: str) -> bool:
 
 
 def _read_old_local_sgd(data: dict[str, Any]) -> None:
-    """``local_sgd_steps`` and ``local_sgd_is_warm_steps`` belong to the older document's schedule."""
+    """Move ``local_sgd_steps`` and ``local_sgd_is_warm_steps`` to the older document's schedule."""
     old = {"local_sgd_steps": "k_steps", "local_sgd_is_warm_steps": "warmup_epochs"}
     if old.keys() & data.keys():
         _move_into(data, "localsgd_configs", old)

@@ -1,16 +1,17 @@
-"""Framing: what of a link's declared bits carries payload.
+"""Framing: the share of a link's declared bits that carries payload.
 
-A declared bandwidth is the wire's. Every packet on it has headers:
+A declared bandwidth is the rate on the wire. Every packet on it has headers:
 
-- ``tcp``: Ethernet (14 bytes), IPv4 (20) and TCP with timestamps (32), of an MTU of 1500 bytes: 1448 of 1514 bytes are
-  payload; of 9000, 8948 of 9014. A shaper or a cloud's limit counts these bytes; a physical Ethernet line also has
-  preamble, checksum and gap, 24 bytes a packet, which leave 1.6 % less of an MTU of 1500.
-- ``roce``: RoCE v2 puts Ethernet (14), IPv4 (20), UDP (8), the transport header (12) and its checksum (4) around 4096 bytes
-  (InfiniBand Architecture Specification, annex A17).
-- ``infiniband``: local header (8), transport header (12) and two checksums (6) around 4096 bytes (InfiniBand Architecture
-  Specification, volume 1, chapter 6). Rates such as 400 Gbit/s are after line coding.
-- ``nvlink``: NCCL counts on 20 of 25 GB/s for each link of Volta and Ampere, and on 20.6 of Hopper (``SM80_NVLINK_BW``
-  in ``src/graph/topo.h`` of github.com/NVIDIA/nccl); four fifths are taken.
+- ``tcp``: Ethernet (14 bytes), IPv4 (20) and TCP with timestamps (32). With an MTU of 1500 bytes, 1448 of
+  1514 bytes are payload; with 9000, 8948 of 9014. A shaper or a cloud's limit counts these bytes. A physical
+  Ethernet line also has preamble, checksum and gap, 24 bytes per packet, which leave 1.6 % less at an MTU of
+  1500.
+- ``roce``: RoCE v2 puts Ethernet (14), IPv4 (20), UDP (8), the transport header (12) and its checksum (4)
+  around 4096 bytes (InfiniBand Architecture Specification, annex A17).
+- ``infiniband``: local header (8), transport header (12) and two checksums (6) around 4096 bytes (InfiniBand
+  Architecture Specification, volume 1, chapter 6). Rates such as 400 Gbit/s are after line coding.
+- ``nvlink``: NCCL assumes 20 of 25 GB/s for each link of Volta and Ampere, and 20.6 for Hopper
+  (``SM80_NVLINK_BW`` in ``src/graph/topo.h`` of github.com/NVIDIA/nccl); we assume four fifths.
 - ``none``: every declared bit carries payload, as in a host's memory.
 """
 
@@ -20,17 +21,21 @@ from typing import Literal
 Framing = Literal["tcp", "roce", "infiniband", "nvlink", "none"]
 
 DEFAULT_MTU: dict[Framing, int] = {"tcp": 1500, "roce": 4096, "infiniband": 4096}
-"""Bytes: of TCP the packet with its IP and TCP headers, of the others the payload. The rest has no packets of a declared size."""
+"""Default packet size in bytes: for TCP the packet with its IP and TCP headers, for the others the payload.
+The remaining framings have no declared packet size."""
 
 TCP_IN_PACKET = 52
 AROUND_PACKET: dict[Framing, int] = {"tcp": 14, "roce": 58, "infiniband": 26}
 NVLINK_SHARE = Fraction(4, 5)
 VERBS_EFFICIENCY = Fraction(19, 20)
-"""The middle of six that were published or measured: 0.92 to 0.97 (reports/nccl_model)."""
+"""Middle of six published or measured values, 0.92 to 0.97 (reports/nccl_model)."""
 
 
 def payload_share(framing: Framing, mtu: int | None = None) -> Fraction:
-    """The part of the wire's bits that carries payload; ``mtu`` in bytes, by default the framing's own."""
+    """Return the share of the wire's bits that carries payload.
+
+    ``mtu`` is in bytes; default: the framing's own.
+    """
     if framing == "nvlink":
         return NVLINK_SHARE
     if framing == "none":
@@ -41,12 +46,15 @@ def payload_share(framing: Framing, mtu: int | None = None) -> Fraction:
 
 
 def default_framing(backend: str, *, between_nodes: bool) -> Framing:
-    """What a backend sends over: gloo TCP between nodes and memory inside them, NCCL InfiniBand and NVLink."""
+    """Return the framing of a backend's default medium.
+
+    Gloo uses TCP between nodes and memory inside them; NCCL uses InfiniBand and NVLink.
+    """
     if backend == "nccl":
         return "infiniband" if between_nodes else "nvlink"
     return "tcp" if between_nodes else "none"
 
 
 def default_efficiency(framing: Framing) -> Fraction:
-    """The part of the payload's bandwidth that NCCL's collectives reach; see ``Link.efficiency``."""
+    """Return the share of the payload bandwidth that NCCL's collectives reach; see ``Link.efficiency``."""
     return VERBS_EFFICIENCY if framing in ("infiniband", "roce") else Fraction(1)

@@ -1,4 +1,4 @@
-"""A model as Hugging Face publishes it: the ``config.json`` of a decoder or encoder as a registry model with its options."""
+"""Models as Hugging Face publishes them: a ``config.json`` becomes a registry model with options."""
 
 import json
 from collections.abc import Mapping
@@ -24,15 +24,17 @@ _KINDS: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
         ("llama", _LLAMA, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}),
     ),
 }
-"""By ``model_type``: the registry's model, its options' names there, and what all other keys that matter must be, if given."""
+"""For each ``model_type``: the registry's model, its options' names in the file, and the values that other
+keys must have, if given."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An undecoded experiment whose ``workload.model`` names a ``config.json``, with the registry's model and options.
+    """Return an undecoded experiment whose ``config.json`` is replaced by the registry's model and options.
 
-    Rotary bases and the epsilons of norms, which change no time, are the registry's. Raises ``ConfigError`` for a file
-    that cannot be read, of a model that the registry lacks, or beside options.
+    Rotary bases and the epsilons of norms, which do not affect time, are the registry's. Raises
+    ``ConfigError`` for a file that cannot be read, for a model that the registry lacks, and if options are
+    given as well.
     """
     workload = data.get("workload")
     if not isinstance(workload, Mapping) or not str(workload.get("model")).endswith(".json"):
@@ -72,6 +74,6 @@ def _read(path: str) -> tuple[str, dict[str, Any]]:
         options["head_size"] = numbers.get("head_dim", options["hidden"] // options["heads"])
         options |= {"tied": config.get("tie_word_embeddings", False), "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
         if "sliding_window" in numbers and config.get("use_sliding_window", True):
-            # in the registry a token attends to all before it, which is the same up to there
+            # in the registry a token attends to all earlier ones, which is the same within the window
             options["positions"] = min(options["positions"], numbers["sliding_window"])
     return model, options

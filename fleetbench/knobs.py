@@ -1,6 +1,7 @@
-"""Knob: what a field of the strategy is to executors and to the tuner, said once, as metadata of the field.
+"""Knob: what executors and the tuner need to know about a field of the strategy, as the field's metadata.
 
-Lists of fields elsewhere are derived from it (``fleetbench.fields``). A field of which nothing is said is an error at import.
+Lists of fields elsewhere are derived from it (``fleetbench.fields``). A field without a knob is an error at
+import.
 """
 
 from dataclasses import field
@@ -9,7 +10,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 T = TypeVar("T")
 
 Need = Literal["", "target", "rounding", "nodes", "loop", "waiting", "model"]
-"""The condition that an experiment must meet before a search of the field means anything; ``tuner.space.needs`` checks it."""
+"""Condition that an experiment must meet before it makes sense to search the field; ``tuner.space.needs``
+checks it."""
 _COLLECTIVE = Literal["plan clock", "plan virtual digits", "plan way", "plan virtual way", "plan virtual way restarts"]
 _COMPUTE = Literal[
     "plan clock restarts",
@@ -23,25 +25,33 @@ _OF_SERVERS = Literal["servers way", "way", "simulated clock", "plan pieces cloc
 
 
 class Knob(NamedTuple):
-    """Called with a default, it is a field of the strategy; with a key and values beside it, one that the tuner searches.
+    """Metadata of a field. Call it with a default to declare the field of the strategy.
 
-    Called with a table's, it is of all fields of the table that have none of their own.
+    A key and values make the tuner search the field. A table's knob applies to those of its fields that have
+    none.
 
-    In words, who executes the field, while others refuse it by name: trainers that follow a ``plan``, ``virtual`` trainers, trainers of
-    parameter ``servers``, ``simulated`` ones alone, or these where they push by bucket (``pieces``). What it acts on: the ``clock``, that
-    is, when things happen; the last ``digits`` of what is learnt, or statistics beside it; the updates, which makes another ``way`` of
-    training. Whether layer tables hold what it changes, each for one value (``time``), or any table will do (``memory``). Whether a script
-    ``restarts`` for it, since a living process does not change it well between two steps.
+    ``says`` lists, in words:
+
+    - who executes the field (others refuse it by name): trainers that follow a ``plan``, ``virtual``
+      trainers, trainers of parameter ``servers``, only ``simulated`` ones, or these if they push by bucket
+      (``pieces``);
+    - what it changes: the ``clock``, that is, when things happen; the last ``digits`` of the result, or
+      statistics beside it; the updates, which makes it another ``way`` of training;
+    - whether layer tables contain its effect, one per value (``time``), or any table will do (``memory``);
+    - whether a script ``restarts`` for it, because a running process cannot change it well between two steps.
     """
 
     says: Literal["", _COLLECTIVE, _COMPUTE, _OF_SERVERS]
     called: str = ""
-    """By a person; fields of one name go together."""
+    """Name of the field for people; fields with one name belong together."""
     key: str = ""
-    """The key of ``[tune]`` that gives other values. Keys of one knob are one parameter of the search if one is its name."""
+    """Key of ``[tune]`` that gives other values. If one key is the knob's name, its keys are one parameter of
+    the search."""
     values: tuple[Any, ...] = ()
+    """Values that the tuner searches by default."""
     need: Need = ""
+    """Condition for the search."""
 
     def __call__(self, default: T, key: str = "", values: tuple[Any, ...] = (), need: Need = "") -> T:
-        """The field."""
+        """Return the dataclass field."""
         return field(default=default, metadata={"knob": self._replace(key=key, values=values, need=need)})

@@ -1,4 +1,4 @@
-"""Measurements: what a profile keeps beside layer tables and links, as plain data."""
+"""Measurements: contents of a profile besides layer tables and links, as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,79 +9,96 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import Straggler
 
 FOREIGN_LIMIT = 0.15
-"""Cores that other programs may compute on, on average. Above it, shaped links were seen to be late, and times are not to be trusted."""
+"""Mean number of cores that other programs may use. Above it, shaped links were seen to be late, so times are
+not trusted."""
 
 
 def is_busy(foreign_cores: float | None) -> bool:
-    """Whether other programs took so many cores that times measured in the meantime do not count; false where it was not measured."""
+    """Whether other programs used too many cores for measured times to count. False if not measured."""
     return foreign_cores is not None and foreign_cores > FOREIGN_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint(Config):
-    """What an all-reduce of one size took in the training loop."""
+    """Time of a collective at one size, measured in the training loop."""
 
     nbytes: Bytes
+    """Size in bytes."""
     took: Nanoseconds
-    """Mean over steps, the slowest left out, from the last trainer's arrival."""
+    """Time from the last trainer's arrival: mean over steps, without the slowest."""
     mad: Nanoseconds = Nanoseconds(0)
     """Median absolute deviation over steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads(Config):
-    """A step at one thread count, trainers in step with each other, gradients in one bucket. Means, the slowest steps left out."""
+    """A step at one thread count, with synchronous trainers and gradients in one bucket.
+
+    Times are means without the slowest steps.
+    """
 
     thread_num: int
+    """Threads per trainer."""
     step: Nanoseconds
+    """Time of a step."""
     compute: Nanoseconds
-    """Forward and backward."""
+    """Time of forward and backward."""
     contention: float
-    """See ``LayerTable``."""
+    """Slowdown of compute by communication; see ``LayerTable``."""
     collective_contention: float
+    """Slowdown of collectives by compute; see ``LayerTable``."""
     unexplained: float
-    """What the two slowdowns leave unexplained of a backward and stall with several buckets, as a share."""
+    """Part of backward and stall with several buckets that the two slowdowns do not explain, as a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Config):
-    """Bytes of one trainer, the most that any has."""
+    """Memory of the trainer that uses most, in bytes."""
 
     parameters: Bytes
+    """Bytes of parameters."""
     gradients: Bytes
+    """Bytes of gradients."""
     optimizer_state: Bytes
+    """Bytes of the optimizer's state."""
     activations: Bytes
-    """Saved by one forward for its backward."""
+    """Bytes that one forward saves for its backward."""
     peak: Bytes
-    """On a CUDA device, the most that torch had allocated; on a CPU, the most that the process had in memory, libraries included."""
+    """Peak memory: on a CUDA device, the most that torch allocated; on a CPU, the largest resident size of
+    the process, including libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops(Config):
-    """FLOPs of a model, and the most that a GPU computes."""
+    """FLOPs of a model, and the peak rate of a GPU."""
 
     per_step: float
     """FLOPs of one trainer's forward and backward: three times those of the forward."""
     peak_s: float
-    """FLOP/s of dense products by the GPU's data sheet, in the fastest precision that the model's products have."""
+    """Peak FLOP/s of dense products on the GPU's data sheet, in the fastest precision of the model's
+    products."""
     precision: str
+    """Name of that precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise(Config):
-    """Over the first steps of a leg that exchanges nothing; see ``real.gradient_noise``."""
+    """Gradient noise over the first steps of a leg without exchanges; see ``real.gradient_noise``."""
 
     steps: int
+    """Number of these steps."""
     batch_size: int | None = None
-    """Samples of a joint batch of all trainers; none in older profiles."""
+    """Samples in a joint batch of all trainers; none in older profiles."""
     scale: float | None = None
-    """Gradient noise scale, in joint batches of all trainers; none where it is more than ``steps`` of them, which these cannot tell."""
+    """Gradient noise scale, in joint batches of all trainers. None if it exceeds ``steps``, which is too few
+    steps to measure it."""
     drift: float
-    """How far trainers were from their middle after these steps, as a share of how far that had gone. 0 for one trainer."""
+    """Distance of trainers from their mean after these steps, as a share of the distance that the mean moved.
+    0 for one trainer."""
 
     @property
     def statement(self) -> str:
-        """In words."""
+        """Description in words."""
         scale = self.steps if self.scale is None else self.scale
         size = f"more than {self.steps}" if self.scale is None else f"{self.scale:.2g}"
         saved = f"{'at least ' if self.scale is None else ''}{100 * scale / (2 * (1 + scale)):.0f} % fewer updates"
@@ -92,26 +109,27 @@ class GradientNoise(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerFit(Config):
-    """Stragglers of measured steps: a factor per rank, blocks of consecutive steps, and a description in words."""
+    """Stragglers fitted to measured steps: factors of ranks, blocks of steps, and a description."""
 
     statements: tuple[str, ...]
-    """What was found, and what could not be."""
+    """Sentences about what was found, and what could not be."""
     base: Nanoseconds
-    """Compute at X = 0, the shortest step of a rank that is not slow: the layer times of the profile add up to it."""
+    """Compute at X = 0: the shortest step of a rank that is not slow. The profile's layer times add up to
+    it."""
     median: Nanoseconds
-    """Median compute of all ranks."""
+    """Median compute over all ranks."""
     entries: tuple[Straggler, ...] = ()
-    """As ``cluster.stragglers`` takes them."""
+    """Entries for ``cluster.stragglers``."""
     rank_factors: tuple[float, ...] = ()
-    """How much longer each rank takes than those that are not slow."""
+    """Factor on each rank's compute, compared with ranks that are not slow."""
     correlation: float | None = None
-    """Between ranks, of their compute in the same step, by its order; none for one trainer."""
+    """Rank correlation between trainers' compute in the same step; none for one trainer."""
     quantiles: tuple[Nanoseconds, ...] = ()
-    """Compute in a rank's step, at 50, 95 and 99 %."""
+    """Quantiles of a rank's compute per step, at 50, 95 and 99 %."""
     slowest_quantiles: tuple[Nanoseconds, ...] = ()
-    """Compute in the slowest rank's step, at 50, 95 and 99 %."""
+    """Quantiles of the slowest rank's compute per step, at 50, 95 and 99 %."""
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Older files hold fitted laws beside the entries, which nothing reads."""
+        """Drop the fitted laws that older files hold beside the entries; nothing reads them."""
         return {name: value for name, value in data.items() if name not in ("shared", "jitter")}

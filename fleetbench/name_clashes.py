@@ -1,4 +1,4 @@
-"""Strangers: packages of a user's that have the name of one of ours, and are found before it."""
+"""Name clashes: packages of the user that have the name of one of ours and hide it."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ _OURS = ("real", "sim", "tuner")
 
 
 def refuse_strangers() -> None:
-    """Raise ``ConfigError`` where Python would import something else under the name of one of this project's packages."""
+    """Raise ``ConfigError`` if Python would import another package under the name of one of ours."""
     home = Path(__file__).resolve().parents[1]
     for name in _OURS:
         found = importlib.util.find_spec(name)

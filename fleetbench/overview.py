@@ -9,7 +9,10 @@ from fleetbench.strategy import DistributedStrategy
 
 
 def overview(strategy: DistributedStrategy | None, environment: Mapping[str, Any] | None = None) -> str:
-    """A box of text: the distributed environment, and what differs from Fleet's defaults; None: only the script knows the strategy."""
+    """Return a box of text with the distributed environment and the strategy's changes from Fleet's defaults.
+
+    ``strategy`` is None if only the script knows it.
+    """
     rows = [(key, str(value)) for key, value in (environment or {}).items()]
     sections = [("Distributed environment", rows)] if rows else []
     sections.append(("DistributedStrategy Overview", _strategy_rows(strategy)))

@@ -1,7 +1,7 @@
 """Profile: measured layer tables and the measured cost of communication, as a file.
 
-A profile holds tables for one model on one machine, keyed by all that changes compute. The wrong
-one is refused, never scaled.
+A profile holds tables for one model on one machine. Their keys include everything that changes compute. A
+profile without the right table is refused, never scaled.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
 SCHEMA = 2
-"""2: what starting a collective takes, both slowdowns, the points that the link is fitted to, threads, memory, stragglers."""
+"""Version of the file's schema. Version 2 added start times of collectives, both slowdowns, the points that
+the link is fitted to, threads, memory and stragglers."""
 EMULATED = "emulated"
-"""The device whose trainers sleep by a layer table instead of computing."""
+"""Device whose trainers sleep by a layer table instead of computing."""
 COMPUTE_ONLY = named("time") | named("memory")
-"""Fields of a strategy whose effect on time a layer table holds, all of it."""
+"""Strategy fields whose whole effect on time is in the layer table."""
 COMPUTE_FIELDS = tables_of("time")
-"""Fields and tables by which a profile tells layer tables apart."""
+"""Fields and tables that distinguish the layer tables of a profile."""
 _COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
 _PLANNED_STEPS = 32
-"""Steps over which the slowest trainer's delay is averaged."""
+"""Number of steps over which the slowest trainer's delay is averaged."""
 _COMPUTE_ENVIRONMENT = ("OMP_", "MKL_", "KMP_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication(Config):
-    """A collective's cost in the training loop, as the link that a ring all-reduce would need for it.
+    """Cost of a collective in the training loop, as the link that would give a ring all-reduce this cost.
 
     ``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth`` among ``trainers`` P.
     """
@@ -55,72 +56,80 @@ class Communication(Config):
     trainers: int
     link: Link
     between: Literal["trainers", "nodes"] = "trainers"
-    """Whether the link is one inside a node or one between nodes."""
+    """Whether the link is inside a node or between nodes."""
     points: tuple[CollectivePoint, ...] = ()
-    """What the link was fitted to."""
+    """Measured points that the link was fitted to."""
     largest_residual: float = 0.0
-    """Of the points the link was fitted to, the largest distance from it, as a share."""
+    """Largest relative difference between a point and the fitted link."""
     in_flight: tuple[Link, ...] = ()
-    """The link as each of two, three, ... collectives sees it that are in flight at once."""
+    """Link that each collective sees when two, three, ... are in flight at once."""
     quantise: Nanoseconds = Nanoseconds(0)
-    """What a rank computes to send 10^6 bytes of an exchange in INT8."""
+    """Compute time of a rank to send 10^6 bytes of an exchange in INT8."""
 
     def _validate(self) -> None:
         if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
-            hint = "take the profile again, or mend its file"
-            raise ConfigError("none of several collectives in flight is faster than one alone", "in_flight", repr(self.in_flight), hint)
+            hint = "take the profile again, or correct its file"
+            raise ConfigError("a collective cannot be faster with others in flight than alone", "in_flight", repr(self.in_flight), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Config):
-    """What was measured, where and when."""
+    """Measurements of one model on one machine."""
 
     schema: int = SCHEMA
+    """Version of the file's schema."""
     machine: str
-    """Processor, cores and operating system."""
+    """Processor, cores and operating system of the machine."""
     cores: int | None = None
-    """Cores that its trainers shared; none where that was not kept."""
+    """Number of cores that the trainers shared; none if not recorded."""
     created: str
-    """Date and time, UTC."""
+    """Date and time of the measurement, UTC."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on during the busiest of its legs, on average; none where it was not measured."""
+    """Mean number of cores that other programs used during the busiest leg; none if not measured."""
     tables: tuple[LayerTable, ...]
+    """Layer tables, each with the key of its settings."""
     communication: Communication | None = None
+    """Cost of communication; none if not measured."""
     threads: tuple[Threads, ...] = ()
+    """Step times at several thread counts."""
     memory: Memory | None = None
+    """Memory of one trainer."""
     flops: ModelFlops | None = None
-    """FLOPs that an estimate has counted; none where the step was measured."""
+    """FLOPs counted by an estimate; none if the step was measured."""
     gradient_noise: GradientNoise | None = None
-    """None where it was not measured: with sparse gradients or mixed precision, where the loss diverged, by older versions."""
+    """Gradient noise. None if it was not measured: with sparse gradients or mixed precision, if the loss
+    diverged, or in profiles of older versions."""
     stragglers: StragglerFit | None = None
-    """Where it is there, the tables are those of X = 0: use its entries with them. Otherwise they are medians."""
+    """Fitted stragglers. If present, the tables hold times at X = 0, to be used with its entries. Otherwise
+    the tables hold medians."""
     estimated: float | None = None
-    """Of times estimated from FLOPs and bytes, the half-width of their 90 % interval, as a share; none where they were measured."""
+    """Half-width of the 90 % interval of times estimated from FLOPs and bytes, as a share; none if times were
+    measured."""
     notes: tuple[str, ...] = ()
-    """What the measurements could not tell, and which of them do not count."""
+    """Limits of the measurements, and which of them do not count."""
 
     @property
     def busy(self) -> str | None:
-        """What is to be said of the machine on which it was measured; none where that was quiet."""
+        """Warning about the machine's other load during the measurement; none if the machine was quiet."""
         if not is_busy(self.foreign_cores):
             return None
-        return f"the profile was measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores in the meantime"
+        return f"the profile was measured on a busy machine: other programs used {self.foreign_cores:.2g} cores"
 
     def short_of(self, experiment: Experiment) -> str | None:
-        """What is to be said where its layer times are of a step that nothing delays, and the experiment declares no stragglers."""
+        """Warning if the layer times exclude delays and the experiment declares no stragglers; else none."""
         if self.stragglers is None or not self.stragglers.entries or experiment.cluster.stragglers:
             return None
-        what = "the profile's layer times are those of a step that nothing delays, and the experiment declares no stragglers"
+        what = "the profile's layer times exclude stragglers' delays, but the experiment declares no stragglers"
         return f"{what}: simulated steps are too short; sim reads both from measured.toml, and without workload.profile times are means"
 
     @property
     def experiment_file(self) -> str:
-        """The file of a profile's folder that `fleetbench sim` reads."""
+        """Name of the file in the profile's folder that ``fleetbench sim`` reads."""
         return "measured.toml" if self.estimated is None else "estimated.toml"
 
     @property
     def compute(self) -> str:
-        """Where its layer times come from, in words."""
+        """Source of the layer times, in words."""
         if self.estimated is None:
             return "measured compute"
         return f"estimated compute (within {100 * self.estimated:.0f} % in 90 % of cases)"
@@ -141,13 +150,13 @@ class Profile(Config):
 
 
 def profile_of(experiment: Experiment) -> Profile | None:
-    """The profile that the experiment names; none where it names none. A file is read once as long as it stays as it is."""
+    """Return the profile that the experiment names, or none. An unchanged file is read only once."""
     path = experiment.workload.profile
     if path is None:
         return None
     try:
         found = Path(path).stat()
-    except (OSError, ValueError):  # what is wrong with it is said by the function that reads it
+    except (OSError, ValueError):  # the reading function reports what is wrong with it
         return Profile.load(path)
     return _read(path, str(Path.cwd()), found.st_ino, found.st_mtime_ns, found.st_size)
 
@@ -158,16 +167,16 @@ def _read(path: str, *_state: object) -> Profile:
 
 
 def name_profile(experiment: Experiment, profile: Profile, path: Path) -> Experiment:
-    """The experiment that names a profile, which is written to ``path``."""
+    """Save a profile to ``path``, and return the experiment with that path as ``workload.profile``."""
     profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
 
 
 def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None, *, device: str | None = None) -> str:
-    """Sixteen hexadecimal digits over all that changes compute: device, model, types, batch, threads.
+    """Return 16 hexadecimal digits over all that changes compute: device, model, types, batch, threads.
 
-    Trainers that compute on one machine share its cores, so their number belongs to it. ``device`` is where
-    compute was measured; the default is the run's own, and the CPU for an emulated one.
+    The number of trainers that compute on one machine counts, too, because they share its cores. ``device``
+    is where compute was measured; the default is the run's own, and the CPU for an emulated one.
     """
     strategy, workload, cluster, run = strategy or experiment.strategy, experiment.workload, experiment.cluster, experiment.run
     is_one_machine = run.launcher == "testbed" and run.device != EMULATED  # trainers that sleep share nothing
@@ -183,16 +192,15 @@ def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = N
 
 @functools.lru_cache(maxsize=64)
 def compute_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The strategy with nothing set but what changes compute: equal for strategies that share a layer table."""
+    """Return the strategy reduced to its compute fields: equal for strategies that share a layer table."""
     return DistributedStrategy(**{name: getattr(strategy, name) for name in COMPUTE_FIELDS})
 
 
 def table_for(experiment: Experiment) -> LayerTable:
-    """The experiment's layer table: declared, or that of its profile with the right key.
+    """Return the experiment's layer table: the declared one, or the one of its profile with the right key.
 
-    An emulated device sleeps by times that a CPU or
-    a CUDA device was measured to take, without what communication takes from them there.
-    Raises ``ConfigError`` without the right one.
+    An emulated device uses times measured on a CPU or a CUDA device, without the slowdown by communication
+    there. Raises ``ConfigError`` if the profile is missing or has no such table.
     """
     if experiment.workload.model == LAYERS:
         return declared_table(experiment.workload)
@@ -210,7 +218,7 @@ def table_for(experiment: Experiment) -> LayerTable:
 
 
 def _computed(experiment: Experiment) -> str:
-    """The settings that a layer table is for, in words; of the strategy, those that are not Fleet's defaults."""
+    """Describe the settings of a layer table in words; of the strategy, only those not at defaults."""
     workload, fields = experiment.workload, compute_part(experiment.strategy).changes()
     words = [f"{workload.model} in {workload.dtype}", f"batch {workload.batch_size}", workload.optimizer]
     words += [f"{counted(experiment.cluster.trainers_per_node, 'trainer')} a node on {experiment.run.device}"]
@@ -218,18 +226,18 @@ def _computed(experiment: Experiment) -> str:
 
 
 def _measured_on(experiment: Experiment) -> tuple[str, ...]:
-    """Where the run's layer times may have been measured; an emulated device takes those of either."""
+    """Return the devices on which layer times may have been measured: both if the run is emulated."""
     return ("cpu", "cuda") if experiment.run.device == EMULATED else (experiment.run.device,)
 
 
 def computes_locally(strategy: DistributedStrategy) -> bool:
-    """Whether trainers compute several steps without waiting for others: with Local SGD, adaptive K, GeoSGD."""
+    """Whether trainers compute several steps without waiting for others: Local SGD, adaptive K, GeoSGD."""
     is_geo = strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps > 1
     return is_geo or strategy.adaptive_localsgd or strategy.local_steps > 1
 
 
 def as_used(table: LayerTable, strategy: DistributedStrategy) -> LayerTable:
-    """With the compute of local steps where trainers take them, and without its excess where they do not."""
+    """Return the table with compute times of local steps if trainers take them, else without that factor."""
     if table.local_compute == 1.0:
         return table
     if not computes_locally(strategy):
@@ -238,7 +246,7 @@ def as_used(table: LayerTable, strategy: DistributedStrategy) -> LayerTable:
 
 
 def _emulated(table: LayerTable) -> LayerTable:
-    """What sleeping by ``table`` takes: no collective slows a sleep, and starting one takes nothing from it."""
+    """Return ``table`` for trainers that sleep: collectives do not slow them, and cost no host time."""
     nothing = Nanoseconds(0)
     return dataclasses.replace(
         table,
@@ -253,14 +261,16 @@ def _emulated(table: LayerTable) -> LayerTable:
 
 
 def all_reduce_cost(experiment: Experiment) -> Cost:
-    """T(S) of a ring all-reduce over all trainers; nothing for one trainer.
+    """Return T(S) of a ring all-reduce over all trainers; zero for one trainer.
 
-    The latencies of the 2 (P - 1) hops that a chunk passes, and 2 ((P - 1) / P) S over the slower of the two links: the rule by
-    which both executors plan ``fusion = "merged_gradient"``, whatever ``cluster.collective`` says. For ``"optimal"`` it has the
-    lines of the ring's chains of messages too, of which the longest is what a simulated ring takes (``plan.longest_chain``), and by
-    how much declared stragglers delay the slowest trainer on average.
-    ``node_overrides``, racks and shared interfaces are left out. Raises ``ConfigError`` for a link that trainers use and
-    that is neither declared nor measured.
+    It is the latencies of the 2 (P - 1) hops that a chunk passes, plus 2 ((P - 1) / P) S over the slower of
+    the two links. Both executors plan ``fusion = "merged_gradient"`` by this rule, whatever
+    ``cluster.collective`` is. For ``"optimal"``, the result also has the lines of the ring's message chains,
+    the longest of which is the time of a simulated ring (``plan.longest_chain``), and the mean factor by
+    which declared stragglers delay the slowest trainer.
+
+    ``node_overrides``, racks and shared interfaces are ignored. Raises ``ConfigError`` for a link that
+    trainers use and that is neither declared nor measured.
     """
     cluster = experiment.cluster
     if cluster.trainers == 1:
@@ -288,7 +298,7 @@ def all_reduce_cost(experiment: Experiment) -> Cost:
 
 
 def _slowest(experiment: Experiment) -> float:
-    """How many times as long the slowest trainer computes, on average over the first counted steps."""
+    """Return the factor on the slowest trainer's compute, on average over the first counted steps."""
     from fleetbench.stragglers import ONE, draws
 
     cluster = experiment.cluster
@@ -299,17 +309,16 @@ def _slowest(experiment: Experiment) -> float:
 
 
 def communication_of(experiment: Experiment) -> Communication | None:
-    """Measured costs of communication, from the profile that the experiment names."""
+    """Return the measured costs of communication from the experiment's profile; none without a profile."""
     profile = profile_of(experiment)
     return None if profile is None else profile.communication
 
 
 def links_for(experiment: Experiment) -> tuple[Link | None, Link | None]:
-    """The links inside and between nodes, with what they carry of payload: as declared, or else as measured in the training loop.
+    """Return the links inside and between nodes at payload rates: as declared, or else as measured.
 
-    A profile knows the link that it was taken over, inside a node or between nodes, and nothing of
-    the other. A link that no trainer uses may be missing. Raises ``ConfigError`` for one that is
-    used and unknown.
+    A profile knows the link that it was measured over, inside a node or between nodes, and not the other. A
+    link that no trainer uses may be missing. Raises ``ConfigError`` for one that is used and unknown.
     """
     cluster = experiment.cluster
     measured = communication_of(experiment)
@@ -324,7 +333,10 @@ def links_for(experiment: Experiment) -> tuple[Link | None, Link | None]:
 
 
 def _carried(experiment: Experiment, declared: Link | None, measured: Link | None, *, between_nodes: bool) -> Link | None:
-    """What a link carries of payload. A declared one that equals the measured one was written down from it, headers left out."""
+    """Return the link at its payload rate.
+
+    A declared link that equals the measured one was copied from it, so headers are already subtracted.
+    """
     if declared is None or declared == measured:
         return measured
     return declared.carried(experiment.transport, between_nodes=between_nodes)

@@ -1,12 +1,14 @@
-"""Traces of torch.profiler: when each rank computed and communicated (``read_traces``), and for how long (``read_profiler``).
+"""Traces of torch.profiler: when each rank computed and communicated, and for how long.
 
-A device runs after its host, by whole steps at times. So a kernel belongs to the step in whose host time it was *launched*: kernel and
-launch (``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) have one ``args.correlation``. A kernel without a launch in
-the trace belongs to the step of its neighbours on its stream, if that is one step; those before the first launched one were launched
-before the trace began. A trace without any launches has its steps from ``gpu_user_annotation``, or, if the device is idle whenever a
-step begins, from the host's time. In a trace without kernels, operators count, in the step that runs them.
+``read_traces`` gives the times, ``read_profiler`` the sums. A device may lag its host by whole steps, so a
+kernel belongs to the step in whose host time it was *launched*: a kernel and its launch
+(``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) share one ``args.correlation``. A kernel
+without a launch in the trace belongs to the step of its neighbours on its stream, if that is one step;
+kernels before the first launched one were launched before the trace began. In a trace without any launches,
+steps come from ``gpu_user_annotation``, or, if the device is idle whenever a step begins, from the host's
+time. In a trace without kernels, operators count, in the step that runs them.
 
-While two kernels run at once, time counts once. A kernel or operator is communication by its name.
+While two kernels run at once, time counts once. Names decide whether a kernel or operator is communication.
 """
 
 from __future__ import annotations
@@ -37,45 +39,51 @@ Flags = npt.NDArray[np.bool_]
 COMMUNICATION = re.compile(
     r"nccl|rccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|nvshmem", re.IGNORECASE
 )
-"""What names of communication hold, on devices and on hosts."""
+"""Pattern in the names of communication, on devices and on hosts."""
 _UNNAMED = re.compile(r"\W*(unknown|unnamed|none|null)?[\W\d_]*", re.IGNORECASE)
-"""Whole names that say nothing."""
+"""Pattern of names that convey nothing."""
 _STEP = re.compile(r"ProfilerStep#?\s*(\d+)")
 _RANK = re.compile(r"rank[-_. =]?(\d+)", re.IGNORECASE)
 _WORKER = re.compile(r"(\.\d{6,})?(\.pt)?(\.trace)?\.json(\.\w+)?$")
-"""What follows the worker in a file's name: ``tensorboard_trace_handler`` puts the time there, one for each profiling cycle."""
+"""Suffix after the worker in a file's name; ``tensorboard_trace_handler`` adds a time for each profiling
+cycle."""
 _COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _ON_DEVICE = (*_COPIES, "gpu_user_annotation", "cuda_sync")
 _RANGE = re.compile(r"enumerate\(DataLoader\)#.*__next__|Optimizer\.step#")
 _WAITS = re.compile(
     r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy|hipMemcpyWithStream|aten::(item|_local_scalar_dense|is_nonzero|nonzero)"
 )
-"""Names of calls in which the host waits for the device."""
+"""Calls in which the host waits for the device."""
 _HINT = "record CPU and CUDA activities with torch.profiler.profile, and call profiler.step() after each training step"
 _LOST = 0.01
-"""The share of a trace's kernel time that may be unnamed, and above which what is left out is said."""
+"""Largest share of a trace's kernel time that may be unnamed, or be left out without a note."""
 MOST_BYTES = 2**31
-"""Of a trace, decompressed: larger ones are refused."""
+"""Largest size of a trace in bytes, decompressed. Larger traces are refused."""
 OUTSIDE, NEVER = -1, -2
-"""In place of a step: launched outside of all steps; not launched in this trace."""
+"""Values in place of a step: launched outside of all steps; not launched in this trace."""
 _IDLE_NS = 2_000
-"""A device that is idle for so long before and after a step begins has done what was launched before."""
+"""Nanoseconds. A device that is idle this long before and after a step begins has finished all earlier
+work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Kernels, or operators in a trace without kernels; arrays have an entry for each."""
+    """Kernels, or operators in a trace without kernels. Arrays have one entry for each."""
 
     begin: Integers
+    """Start in ns."""
     end: Integers
-    """In ns, as ``begin``."""
+    """End in ns."""
     launched: Integers
-    """When the host launched it, in ns; ``begin`` if no kernel's launch is known, and -1 if this kernel's is not."""
+    """Time of the launch by the host in ns; ``begin`` if no kernel's launch is known, and -1 if only this
+    kernel's is unknown."""
     at: Integers
-    """The place of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
+    """Index of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
     communicates: Flags
+    """Whether it is communication."""
     names: tuple[str, ...]
-    """Name of the collective, as ``allreduce``, if the trace has it; else name of the kernel or operator."""
+    """Name of the collective, as ``allreduce``, if the trace has it; else the name of the kernel or
+    operator."""
     group_sizes: Integers
     """Number of ranks that communicate; 0 if unknown."""
 
@@ -85,53 +93,56 @@ class Call:
     """A call by a thread of the host, or a copy on the device."""
 
     begin: int
+    """Start in ns."""
     end: int
-    """In ns, as ``begin``."""
+    """End in ns."""
     name: str
     thread: str
     stack: str = ""
-    """Python's calls that led to it, the innermost first, with semicolons between them; torch 1.x only."""
+    """Python calls that led to it, innermost first, separated by semicolons; only torch 1.x records them."""
     is_python: bool = False
-    """Whether it is a function of Python, named as ``train.py(12): main``, and no operator, range or runtime call."""
+    """Whether it is a Python function, named like ``train.py(12): main``, rather than an operator, range or
+    runtime call."""
 
 
 @dataclass(slots=True)
 class Host:
-    """Calls of the host, and copies on the device; empty unless ``read_traces`` is told to keep them."""
+    """Calls of the host, and copies on the device; empty unless ``read_traces`` is asked to keep them."""
 
     copies: list[Call] = field(default_factory=list)
-    """Copies and fills on the device; ``thread`` says nothing."""
+    """Copies and fills on the device; their ``thread`` has no meaning."""
     ranges: list[Call] = field(default_factory=list)
     """``enumerate(DataLoader)#...__next__`` and ``Optimizer.step#...``."""
     waits: list[Call] = field(default_factory=list)
     """Calls in which the host waits for the device."""
     calls: list[Call] = field(default_factory=list)
-    """Operators, and Python's functions where the profiler recorded them."""
+    """Operators, and Python functions if the profiler recorded them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One file."""
+    """One trace file."""
 
     path: Path
     rank: int | None
-    """As the trace says; in ``Recorded`` it is always known."""
+    """Rank according to the trace; always known in ``Recorded``."""
     world_size: int | None
-    """The job's number of ranks, as the trace says."""
+    """Number of ranks in the job, according to the trace."""
     has_kernels: bool
     windows: dict[int, tuple[int, int]]
-    """Begin and end of the host's steps in ns, by number and in order of time."""
+    """Start and end of the host's steps in ns, by number, ordered by time."""
     work: Work
     host: Host
     steps: dict[int, tuple[int, int]]
     """Nanoseconds of compute and of communication, by step."""
     longest: tuple[str, ...]
-    """Names that take most time."""
+    """Names of the kernels or operators that take the most time."""
     notes: tuple[str, ...]
+    """Sentences about what was left out or guessed."""
 
     @property
     def worker(self) -> str:
-        """The process that wrote it, by the file's name."""
+        """Name of the process that wrote the trace, from the file name."""
         return _WORKER.sub("", self.path.name)
 
 
@@ -145,14 +156,15 @@ class Recorded:
     steps: tuple[int, ...]
     """Numbers of the steps in which each rank computes, in order."""
     notes: tuple[str, ...]
-    """Sentences about what was left out or could not be told."""
+    """Sentences about what was left out or could not be determined."""
 
 
 def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """A row for each rank and step, with ``compute_s`` and ``communication_s``; and what is to be said of them.
+    """Return a row per rank and step, with ``compute_s`` and ``communication_s``; and notes about them.
 
-    ``sources``: a file for each rank, or one for each of its profiling cycles, or folders of them. Ranks are counted from 0 without gaps.
-    Steps that a rank lacks, or in which it computes nothing, are left out. Raises ``ConfigError`` for what cannot be told.
+    ``sources`` are files, one per rank or per profiling cycle of a rank, or folders of them. Ranks are
+    renumbered from 0 without gaps. Steps that a rank lacks, or in which it computes nothing, are left out.
+    Raises ``ConfigError`` if ranks or steps cannot be determined.
     """
     import pandas as pd
 
@@ -172,9 +184,9 @@ def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tu
 
 
 def read_traces(sources: Sequence[Path], where: str, *, host: bool = False) -> Recorded:
-    """The traces in ``sources``, as ``read_profiler`` takes them, and the steps in which each rank computes.
+    """Return the traces in ``sources``, as for ``read_profiler``, and the steps in which each rank computes.
 
-    ``host``: keep what ``Host`` holds, too. Raises ``ConfigError`` for what cannot be told.
+    ``host`` also keeps what ``Host`` holds. Raises ``ConfigError`` if ranks or steps cannot be determined.
     """
     traces = [_read(path, where, host=host) for path in _files(sources, where)]
     if other := next((trace for trace in traces if trace.has_kernels != traces[0].has_kernels), None):
@@ -206,7 +218,7 @@ def read_traces(sources: Sequence[Path], where: str, *, host: bool = False) -> R
 
 
 def _files(sources: Sequence[Path], where: str) -> list[Path]:
-    """The traces that are named, and those below folders."""
+    """Return the named traces, and those below folders."""
     found: list[Path] = []
     for source in sources:
         files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
@@ -220,7 +232,7 @@ def _files(sources: Sequence[Path], where: str) -> list[Path]:
 
 
 def _ranks(traces: Sequence[Trace], where: str) -> tuple[list[int], list[str]]:
-    """Each trace's rank, and what is to be said of how it was found."""
+    """Return each trace's rank, and notes about how it was found."""
     named = [_RANK.search(trace.path.name) for trace in traces]
     told = [int(name[1]) if trace.rank is None and name else trace.rank for trace, name in zip(traces, named, strict=True)]
     ranks = [rank for rank in told if rank is not None]
@@ -243,27 +255,28 @@ def _spread(values: pd.Series[float]) -> str:
 
 @dataclass(slots=True)
 class _Events:
-    """What a trace's JSON holds, as it is parsed: an event is kept as numbers in ns, or not at all."""
+    """Contents of a trace's JSON while it is parsed: an event is kept as numbers in ns, or not at all."""
 
     steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Begin and end on the host, and number."""
+    """Start and end on the host, and number, of each step."""
     device_steps: list[tuple[int, int, int]] = field(default_factory=list)
+    """Start and end on the device, and number, of each step."""
     launches: dict[Any, int] = field(default_factory=dict)
-    """Begin, by correlation."""
+    """Start of each launch, by correlation."""
     kernels: list[tuple[int, int, str, Any, Any]] = field(default_factory=list)
-    """Begin, end, name, correlation, stream."""
+    """Start, end, name, correlation and stream of each kernel."""
     collectives: list[tuple[str, int]] = field(default_factory=list)
     """Name of each kernel's collective, and number of its ranks; empty and 0 if unknown."""
     operators: list[tuple[int, int, str]] = field(default_factory=list)
     names: Counter[str] = field(default_factory=Counter)
-    """Of annotations."""
+    """Number of annotations by name."""
     calls: Counter[str] = field(default_factory=Counter)
-    """Of a device's runtime, by category."""
+    """Number of calls of the device's runtime by category."""
     host: Host | None = None
-    """None if it is not to be kept."""
+    """Calls and copies; none if they are not to be kept."""
 
     def keep(self, table: dict[str, Any]) -> Any:
-        """``object_hook`` of ``json.loads``: of an event nothing stays in the data."""
+        """``object_hook`` of ``json.loads``: it drops each event from the parsed data."""
         if "ph" not in table:
             return table
         if table["ph"] == "X" and "ts" in table:
@@ -309,7 +322,10 @@ class _Events:
 
 
 def _read(path: Path, where: str, *, host: bool) -> Trace:
-    """Raises ``ConfigError`` for a file that is no trace, or whose kernels' steps cannot be told."""
+    """Read a trace.
+
+    Raises ``ConfigError`` for a file that is no trace, or if the steps of kernels are unknown.
+    """
     events, place = _Events(host=Host() if host else None), f"{where}: {path}"
     raw = read_file(path, _HINT, place, MOST_BYTES)
     with reading(place, _HINT):
@@ -364,15 +380,15 @@ def _read(path: Path, where: str, *, host: bool) -> Trace:
 
 
 def _refuse(events: _Events, place: str) -> None:
-    """Raise ``ConfigError`` for a file that has no steps, or nothing in them."""
+    """Raise ``ConfigError`` for a file without steps, or with nothing in them."""
     names, calls = (", ".join(f"{num:,} x {name}" for name, num in found.most_common(4)) for found in (events.names, events.calls))
     held = f"{counted(len(events.kernels), 'kernel')}, {counted(len(events.operators), 'operator')}, annotations: {names or 'none'}"
     if not (events.steps or events.kernels or events.operators or names):
-        raise ConfigError("is JSON, and no trace of torch.profiler", place, "no event of it", _HINT)
+        raise ConfigError("is JSON, but no trace of torch.profiler", place, "no event of it", _HINT)
     if not events.steps:
         raise ConfigError("has no ProfilerStep, which says where a step of training begins", place, held, _HINT)
     if calls and not events.kernels:
-        raise ConfigError("has calls of a device, and no kernels of CUDA or ROCm", place, calls, _HINT)
+        raise ConfigError("has calls of a device, but no kernels of CUDA or ROCm", place, calls, _HINT)
     if not events.kernels and not events.operators:
         raise ConfigError("has neither kernels nor operators", place, held, _HINT)
 
@@ -380,7 +396,7 @@ def _refuse(events: _Events, place: str) -> None:
 def _launched(
     events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str, notes: list[str]
 ) -> tuple[Integers, Integers]:
-    """The step of each kernel by its place in ``begins``, and when it was launched; see the module."""
+    """Return the index in ``begins`` of each kernel's step, and when it was launched; see the module."""
     launches = [events.launches.get(kernel[3], -1) for kernel in events.kernels]
     if max(launches) < 0:
         by = "the device's own annotations" if events.device_steps else "the host's time, as the device is idle where steps begin"
@@ -403,7 +419,7 @@ def _launched(
 
 
 def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str) -> Integers:
-    """The step of each kernel of a trace without launches."""
+    """Return the step of each kernel in a trace without launches."""
     if events.device_steps:
         at = np.full(len(begin), NEVER)
         places = {number: index for index, (*_, number) in enumerate(sorted(events.steps))}
@@ -417,19 +433,19 @@ def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Intege
 
 
 def matches(names: Sequence[str], pattern: re.Pattern[str]) -> Flags:
-    """Which names the pattern is found in."""
+    """Return for each name whether the pattern is found in it."""
     known = {name: pattern.search(name) is not None for name in set(names)}
     return np.array([known[name] for name in names], dtype=bool)
 
 
 def _step_of(moments: Integers, begins: Integers, ends: Integers) -> Integers:
-    """The place in ``begins`` of the step in which each moment lies."""
+    """Return the index in ``begins`` of the step that contains each moment."""
     at = np.searchsorted(begins, moments, side="right") - 1
     return np.where((at >= 0) & (moments < ends[at]), at, OUTSIDE)
 
 
 def _busy(begin: Integers, end: Integers) -> int:
-    """Nanoseconds of the union of intervals."""
+    """Return the nanoseconds of the union of intervals."""
     begin, end = union((begin, end))
     return int((end - begin).sum())
 

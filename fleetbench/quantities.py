@@ -1,8 +1,7 @@
-"""Quantities with units: what a user writes as ``"25 Gbit/s"`` and the code holds as an integer.
+"""Quantities with units: a user writes ``"25 Gbit/s"``, and the code holds an integer.
 
-A quantity is an ``int`` or ``float`` under a name of its own (a ``NewType``); text is parsed and
-formatted here and nowhere else. Bits and bytes are told apart (``b``/``bit`` against ``B``),
-MB is 10^6 and MiB is 2^20.
+A quantity is an ``int`` or ``float`` with its own type name (a ``NewType``). Only this module parses and
+formats its text. Bits and bytes are distinct (``b``/``bit`` against ``B``), MB is 10^6 and MiB is 2^20.
 """
 
 import re
@@ -21,7 +20,7 @@ Steps = NewType("Steps", float)
 
 MIB = 2**20
 LARGEST = 2**63 - 1
-"""What a 64-bit counter of nanoseconds, bytes or bits holds."""
+"""Largest value of a 64-bit counter of nanoseconds, bytes or bits."""
 
 _DURATIONS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "min": 60 * 10**9, "h": 3600 * 10**9}
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -34,7 +33,8 @@ _SPELLED = {
     "bit/s": r"([kKmMgGtT]?)(?:bps|[bB]its?/s(?:ec)?|b/sec)",
     "B/s": r"([kKmMgGtT]?)(?:Bps|[bB]ytes?/s(?:ec)?|B/s(?:ec)?)",
 }
-"""Other usual spellings of units: ``gbps`` are bits, ``GBps`` bytes. ``gb/s`` may be either, and is none."""
+"""Other common spellings of units: ``gbps`` means bits, ``GBps`` bytes. ``gb/s`` is ambiguous and is
+refused."""
 _PER_STEP = {"/step": 1}
 _STEPS = {"steps": 1, "step": 1}
 
@@ -56,7 +56,7 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str, number:
 
 
 def _usual(unit: str) -> str:
-    """The unit as the tables here spell it."""
+    """Return the unit as the tables here spell it."""
     for usual, pattern in _SPELLED.items():
         if match := re.fullmatch(pattern, unit):
             return f"{match[1].upper().replace('K', 'k')}{usual}"
@@ -64,7 +64,7 @@ def _usual(unit: str) -> str:
 
 
 def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> str:
-    """Write ``value`` in the first preferred unit that needs at most three decimals, exactly."""
+    """Format ``value`` exactly, in the first preferred unit that needs at most three decimals."""
     for unit in preferred:
         thousandths, rest = divmod(value * 1000, units[unit])
         if thousandths >= 1000 and rest == 0:
@@ -74,40 +74,40 @@ def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> st
 
 
 format_duration = partial(_format, units=_DURATIONS, preferred=("s", "ms", "us", "ns"))
-"""Integer nanoseconds to text that parses back to the same integer."""
+"""Format integer nanoseconds as text that parses back to the same integer."""
 format_size = partial(_format, units=_SIZES, preferred=("GB", "MB", "kB", "B"))
-"""The same of bytes."""
+"""Format bytes as text that parses back to the same integer."""
 format_bandwidth = partial(_format, units=_BANDWIDTHS, preferred=("Gbit/s", "Mbit/s", "kbit/s", "bit/s"))
-"""The same of bits per second."""
+"""Format bits per second as text that parses back to the same integer."""
 
 
 parse_duration = partial(_parse, units=_DURATIONS, kind="duration", example="2.5 ms")
-"""``"2.5 ms"`` to integer nanoseconds."""
+"""Parse ``"2.5 ms"`` into integer nanoseconds."""
 parse_size = partial(_parse, units=_SIZES, kind="size", example="32 MB")
-"""``"32 MB"`` to bytes."""
+"""Parse ``"32 MB"`` into bytes."""
 parse_bandwidth = partial(_parse, units=_BANDWIDTHS, kind="bandwidth", example="25 Gbit/s")
-"""``"25 Gbit/s"`` or ``"300 GB/s"`` to bits per second."""
+"""Parse ``"25 Gbit/s"`` or ``"300 GB/s"`` into bits per second."""
 parse_per_step = partial(_parse, units=_PER_STEP, kind="rate", example="0.01 /step", number=float)
-"""``"0.01 /step"`` to a probability per step."""
+"""Parse ``"0.01 /step"`` into a probability per step."""
 parse_steps = partial(_parse, units=_STEPS, kind="number of steps", example="20 steps", number=float)
-"""``"20 steps"`` to a (mean) number of steps."""
+"""Parse ``"20 steps"`` into a (mean) number of steps."""
 
 
 def format_per_step(value: float) -> str:
-    """A probability per step to text."""
+    """Format a probability per step."""
     return f"{value!r} /step"
 
 
 def format_steps(value: float) -> str:
-    """A number of steps to text."""
+    """Format a number of steps."""
     return f"{value:.12g} steps" if float(f"{value:.12g}") == value else f"{value!r} steps"
 
 
 def counted(number: int, noun: str) -> str:
-    """A count of things as people read it: ``1 trainer``, ``1,200 trainers``."""
+    """Format a count with its noun: ``1 trainer``, ``1,200 trainers``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def hours_or_days(hours: float) -> str:
-    """How long a training takes: ``13.2 h``, and from two days on ``2.5 days``."""
+    """Format the length of a training run: ``13.2 h``, and from two days on ``2.5 days``."""
     return f"{hours:.3g} h" if hours < 48 else f"{hours / 24:,.1f} days"

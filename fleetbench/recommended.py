@@ -1,7 +1,7 @@
-"""Stored recommendations, which ``strategy.auto`` loads: a strategy file for each workload and cluster.
+"""Stored recommendations, which ``strategy.auto`` loads: one strategy file for each workload and cluster.
 
-A workload is known by what its plan is made from, the gradients; a cluster by its trainers. The file
-``KEY.toml`` holds a ``[strategy]`` table below its digest, and can be read and, without that line, changed as any strategy file.
+The key of a workload is its gradients, from which the plan is made; the key of a cluster is its trainers.
+``KEY.toml`` holds a ``[strategy]`` table after its digest. To edit the file, remove the digest line.
 """
 
 import os
@@ -15,17 +15,20 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.strategy import DistributedStrategy
 
 VARIABLE = "FLEETBENCH_RECOMMENDED"
-"""Environment variable that names the folder; otherwise ``runs/recommended`` of the working directory."""
+"""Environment variable that names the folder. Default: ``runs/recommended`` in the working directory."""
 
 
 def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers_per_node: int, device: str) -> str:
-    """Sixteen hexadecimal digits of a workload and cluster: ``gradients`` are names, element counts and types, in any order."""
+    """Return 16 hexadecimal digits that identify a workload and cluster.
+
+    ``gradients`` are names, element counts and types, in any order.
+    """
     known = {"gradients": sorted(list(item) for item in gradients), "trainers": [trainers, trainers_per_node], "device": device}
     return json_digest(known)[:16]
 
 
 def key_of_profiled(experiment: Experiment, table: LayerTable) -> str:
-    """The key of an experiment, or a script, whose layers are known: equal to that of its model on its trainers."""
+    """Return the key of an experiment or script with known layers: the key of its model on its trainers."""
     gradients = [(gradient.name, gradient.numel, gradient.dtype) for layer in table.layers for gradient in layer.gradients]
     cluster = experiment.cluster
     device = "cuda" if experiment.run.device == "cuda" else "cpu"  # an emulated device's tensors are the host's
@@ -33,12 +36,12 @@ def key_of_profiled(experiment: Experiment, table: LayerTable) -> str:
 
 
 def folder_of(environment: Mapping[str, str] = os.environ, out: Path = Path("runs")) -> Path:
-    """Where recommendations are stored: below ``out``, unless the environment names a folder."""
+    """Return the folder of recommendations: below ``out``, unless the environment names a folder."""
     return Path(environment.get(VARIABLE) or out / "recommended")
 
 
 def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) -> Path:
-    """Store a strategy, in place of an older one, under the verdict that it stands for; returns its file."""
+    """Store a strategy together with its verdict, replacing an older one, and return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}.toml"
     strategy.save(path, *verdict.splitlines())
@@ -46,7 +49,7 @@ def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) ->
 
 
 def text_of(folder: Path, key: str) -> str:
-    """The file of a stored recommendation, as text. Raises ``ConfigError`` where there is none for this workload and cluster."""
+    """Return the text of a stored recommendation. Raises ``ConfigError`` if none exists for this key."""
     path = folder / f"{key}.toml"
     if not path.is_file():
         others = len(list(folder.glob("*.toml"))) if folder.is_dir() else 0

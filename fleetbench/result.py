@@ -1,4 +1,4 @@
-"""RunResult: one schema for what a run did, on any executor."""
+"""RunResult: one schema for the results of a run, on any executor."""
 
 from __future__ import annotations
 
@@ -33,55 +33,57 @@ from fleetbench.workload import LAYERS, Workload
 SCHEMA = 1
 STEPS_FILE = "steps.parquet"
 MOST_ROWS = 5_000_000
-"""Rows of a run's table above which it is kept only when asked."""
+"""Largest number of rows for which a run's table is kept without being asked for."""
 
 _COLUMNS = "rank step start_s forward_s backward_s wait_s exposed_comm_s update_s other_s arrival_s local_steps loss bytes_sent"
 COLUMNS = tuple(_COLUMNS.split())
 """Columns of ``steps.parquet``: one row per rank and step, times on rank 0's clock."""
 PARTS = ("forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s")
-"""The columns that add up to a step."""
+"""Columns that add up to the time of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One rank's step as an executor sees it, before the ranks are laid side by side. Times in ns."""
+    """One rank's step as an executor records it, before ranks are compared. Times in ns."""
 
     rank: int
     step: int
     start_ns: int
     read_ns: int = 0
-    """Before the forward: fetching the batch. Part of ``other_s``."""
+    """Time to fetch the batch, before the forward. Part of ``other_s``."""
     forward_ns: int
     backward_ns: int
     stall_ns: int
-    """From the end of compute (of the update, under Local SGD) to the end of the last collective."""
+    """Time from the end of compute (of the update, under Local SGD) to the end of the last collective."""
     update_ns: int
-    """Optimizer and merge."""
+    """Time of the optimizer and the merge."""
     end_ns: int
-    """Start of the next step."""
+    """Time at which the next step starts."""
     arrival_ns: int | None
-    """When the rank was ready for the step's last collective, or with synchronous servers to push its gradient; none in a step without."""
+    """Time at which the rank was ready for the step's last collective, or, with synchronous servers, to push
+    its gradient; none if the step has neither."""
     wait_ns: int | None = None
-    """Of the stall, until the last rank had started what this one waited for; none: until the latest arrival over the ranks."""
+    """Part of the stall until the last rank had started the exchange that this rank waited for. None: the
+    part until the latest arrival of any rank."""
     local_steps: int | None
-    """Length of the round that this step closed; none where it closed none."""
+    """Length of the round that this step ended, in steps; none if it ended none."""
     loss: float | None
     bytes_sent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """``summary.json``: a run over its counted steps. Times in seconds; means are over all ranks and steps."""
+    """``summary.json``: a run over its counted steps. Times in seconds; means over all ranks and steps."""
 
     schema: int = SCHEMA
     executor: str
-    """``sim`` or ``real``."""
+    """Executor: ``sim`` or ``real``."""
     name: str
-    """The experiment's name."""
+    """Name of the experiment."""
     experiment: str
-    """Digest of the resolved experiment: equal for runs of one experiment."""
+    """Digest of the resolved experiment, equal for all runs of it."""
     run_id: str
-    """Tells runs of one experiment apart: the time, and random digits."""
+    """Identifier of the run, from the time and random digits."""
     device: str
     emulated: bool
     """Whether workers slept instead of computing."""
@@ -92,67 +94,75 @@ class Summary:
     steps: int
     """Counted steps of one trainer, without the warm-up."""
     wall_s: float
-    """From the first start of step 1 on any rank to the last end of the last step."""
+    """Time from the first start of step 1 on any rank to the last end of the last step."""
     samples_per_s: float
-    """Samples of all trainers over ``wall_s``."""
+    """Samples per second, of all trainers together, over ``wall_s``."""
     step_s: dict[str, float]
-    """Mean and percentiles (``p50``, ``p95``, ``p99``) of a step, start to start."""
+    """Mean and percentiles (``p50``, ``p95``, ``p99``) of a step, from start to start."""
     compute_s: float
-    """Mean forward and backward, stragglers' delays among it."""
+    """Mean time of forward and backward, including stragglers' delays."""
     wait_s: float
-    """Mean time that a rank stalls until the slowest is ready for the step's last collective, or for its synchronous push."""
+    """Mean time that a rank stalls until the slowest rank is ready for the step's last collective, or for its
+    synchronous push."""
     exposed_comm_s: float
-    """Mean rest of the stall: communication that no compute hides."""
+    """Mean rest of the stall: communication that compute does not hide."""
     update_s: float
-    """Mean optimizer step, with the merge where one follows."""
+    """Mean time of the optimizer step, and of the merge if there is one."""
     other_s: float
-    """Mean rest of a step: fetching the batch, the loop's own work."""
+    """Mean rest of a step: fetching the batch, and the loop's own work."""
     bytes_sent_per_trainer: int
-    """Mean over the ranks, of all counted steps together."""
+    """Bytes sent in all counted steps, mean over ranks."""
     num_syncs: int
-    """Rounds that ended: steps after which trainers agreed."""
+    """Number of rounds that ended, that is, of steps after which trainers agreed."""
     local_steps: dict[str, float] | None
-    """``mean``, ``min`` and ``max`` length of a round in steps; none where no round ended."""
+    """``mean``, ``min`` and ``max`` length of a round in steps; none if no round ended."""
     staleness: dict[str, float] | None = None
-    """Of gradients at parameter servers: ``mean``, ``p50``, ``p95`` and ``max`` number of updates between the parameters that one was
-    computed from and its own. None among trainers alone, which never use old parameters."""
+    """Staleness of gradients at parameter servers (``mean``, ``p50``, ``p95``, ``max``): number of updates
+    between the parameters that a gradient was computed from and its own update. None without servers, because
+    trainers then never use old parameters."""
     final_loss: float | None = None
-    """Held-out loss after the last step. None where it is not known, and where training diverged to infinity."""
+    """Held-out loss after the last step. None if it is not known, or if training diverged to infinity."""
     time_to_target_s: float | None = None
-    """From the start of step 1 to the step at the first of three evaluations in a row that reach the workload's target; or none."""
+    """Time from the start of step 1 until the target is reached: the first of three evaluations in a row that
+    reach it. None if it is not reached."""
     steps_to_target: float | None = None
-    """Steps of a trainer until then, on the line between that evaluation and the one before it."""
+    """Steps of a trainer until then, interpolated between that evaluation and the one before it."""
     metrics: dict[str, float] | None = None
-    """At the target: ``accuracy`` of the registry's classifiers; what a script reports beside its loss, in the mean of that window."""
+    """Metrics at the target, such as ``accuracy`` for the registry's classifiers, or values that a script
+    reports beside its loss; means over the three evaluations."""
     skipped: tuple[dict[str, str], ...] = ()
     """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None
-    """By how much emulated compute missed its deadlines: ``layer_p50``, ``layer_p95`` and ``layer_max`` of every layer's
-    end, ``step_p50``, ``step_p95`` and ``step_max`` of the whole backward's; all ranks and counted steps together. None where
-    compute was real."""
+    """How late emulated compute was: ``layer_p50``, ``layer_p95`` and ``layer_max`` at the end of every
+    layer, ``step_p50``, ``step_p95`` and ``step_max`` at the end of the backward, over all ranks and counted
+    steps. None if compute was real."""
     testbed: dict[str, Any] | None = None
-    """What the testbed's links and this machine's other load did in the meantime, and how many void runs were repeated; none elsewhere."""
+    """Behaviour of the testbed's links, other load on this machine, and number of void runs that were
+    repeated; none elsewhere."""
     engine: str | None = None
-    """What simulated it: ``reference`` or ``vector``; none elsewhere."""
+    """Simulation engine: ``reference`` or ``vector``; none elsewhere."""
     server_load: dict[str, Any] | None = None
-    """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length``, ``wait_s`` of a message; and
-    ``staleness_histogram``, gradients by their staleness. None without servers, or where it was not measured."""
+    """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length`` and ``wait_s``
+    of a message; and ``staleness_histogram``, the number of gradients by staleness. None without servers, or
+    if not measured."""
     per_trainer: dict[str, Any] | None = None
-    """Samples and tokens per second, MFU and memory of one trainer, by the fields of ``fleetbench.utilisation.Utilisation``."""
+    """Samples and tokens per second, MFU and memory of one trainer, with the fields of
+    ``fleetbench.utilisation.Utilisation``."""
     foreign_cores: float | None = None
-    """Cores that other programs computed on during a real run, on average; none where it was not measured."""
+    """Mean number of cores that other programs used during a real run; none if not measured."""
     loss_from: str | None = None
-    """From whom a simulation's losses are: ``virtual trainers``, or ``a declared curve``; none elsewhere, and without losses."""
+    """Source of a simulation's losses: ``virtual trainers`` or ``a declared curve``. None for other
+    executors, and without losses."""
 
     @property
     def busy(self) -> str | None:
-        """What is to be said of the machine on which it was measured; none where that was quiet."""
+        """Warning about the machine's other load during the measurement; none if the machine was quiet."""
         if not is_busy(self.foreign_cores):
             return None
-        return f"measured on a busy machine: other programs computed on {self.foreign_cores:.2g} cores then, in the best of several runs"
+        return f"measured on a busy machine: other programs used {self.foreign_cores:.2g} cores then, in the best of several runs"
 
     def to_json(self) -> str:
-        """The text of ``summary.json``."""
+        """Return the text of ``summary.json``."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
     @classmethod
@@ -164,37 +174,44 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """A run: what was asked for, what happened, and where it is stored."""
+    """A run: its experiment, its results, and the folder that stores it."""
 
     experiment: Experiment
     summary: Summary
     steps: pd.DataFrame
-    """A row a rank and step, warm-up included; none where the run kept no table."""
+    """Table with one row per rank and step, including warm-up; empty if the run kept no table."""
     plan: Plan
     spans: tuple[Span, ...] = ()
-    """What the timeline draws; ``timeline`` reads those of a stored run."""
+    """Spans of the timeline. For a stored run, ``timeline`` reads them."""
     recordings: tuple[Recording, ...] = ()
-    """Events and operations of every rank, or with parameter servers of every sender, server and trainer, where asked for."""
+    """Events and operations of every rank, or with parameter servers of every sender, server and trainer, if
+    they were requested."""
     host_s: float = 0.0
-    """Seconds of the host's time that executing the run took."""
+    """Seconds of host time that it took to execute the run."""
     testbed: dict[str, Any] | None = None
-    """Every link as verified and every block as watched, of a run on the testbed; kept in ``testbed.json``."""
+    """For a run on the testbed: every verified link and every watched block of steps; stored in
+    ``testbed.json``."""
     peak_bytes: tuple[int, ...] = ()
-    """The most memory that each rank has taken, where that was looked at; kept in ``manifest.json``. See ``real.layer_times``."""
+    """Peak memory of each rank in bytes, if measured; stored in ``manifest.json``. See
+    ``real.layer_times``."""
     held_out: tuple[tuple[int, float], ...] = ()
-    """Step and held-out loss of every evaluation; kept in ``manifest.json``."""
+    """Step and held-out loss of every evaluation; stored in ``manifest.json``."""
     path: Path | None = None
+    """Folder of a stored run; none if the run is not stored."""
 
     @property
     def timeline(self) -> pd.DataFrame:
-        """A row a span: ``rank``, ``stream``, ``row`` of collectives under way together, ``name``, ``start_s``, ``duration_s``."""
+        """Table with one row per span: ``rank``, ``stream``, ``row``, ``name``, ``start_s``, ``duration_s``.
+
+        Collectives that overlap have different ``row`` numbers.
+        """
         spans = self.spans or (() if self.path is None else read_timeline(self.path / TIMELINE_FILE))
         rows = [(*track, span.name, span.start_ns / 1e9, span.duration_ns / 1e9) for track, span in on_tracks(spans)]
         return pd.DataFrame(rows, columns=["rank", "stream", "row", "name", "start_s", "duration_s"])
 
 
 def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
-    """A row a run, by its name: the figures of its summary that any run has, then the settings in which the runs' experiments differ."""
+    """Return a table with one row per run: its summary's figures, then the settings that differ."""
     figures = pd.DataFrame([dict(flat(dataclasses.asdict(run.summary))) for run in runs.values()], list(runs)).dropna(
         axis="columns", how="all"
     )
@@ -205,10 +222,10 @@ def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
-    """Lay the ranks side by side: split every stall into waiting for the slowest and exposed communication.
+    """Compare the ranks: split every stall into waiting for the slowest rank and exposed communication.
 
-    Until the last rank has started an exchange, those that wait for it wait for that rank; the rest of a stall is exposed.
-    Raises ``ConfigError`` for a run whose times or bytes 64 bits do not count.
+    Until the last rank has started an exchange, the ranks that wait for it wait for that rank; the rest of a
+    stall is exposed. Raises ``ConfigError`` if times or bytes exceed 64 bits.
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
         raise uncountable()
@@ -219,7 +236,7 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
 
 
 def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
-    """``steps_table`` of records that are columns already, by rank and step."""
+    """Compute ``steps_table`` from records given as columns, sorted by rank and step."""
     arrival = frame["arrival_ns"].astype("Int64")
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
     stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.int64), compute_end)
@@ -235,21 +252,22 @@ def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def no_steps() -> pd.DataFrame:
-    """The table of a run whose steps were not kept: its columns, and no row."""
+    """Return the table of a run that kept no steps: all columns and no rows."""
     nothing: dict[str, Any] = dict.fromkeys((entry.name for entry in dataclasses.fields(StepRecord)), 0)
     return steps_table([StepRecord(**nothing)]).iloc[:0]
 
 
 def step_times(table: pd.DataFrame) -> pd.Series:
-    """Seconds of every counted step of every rank, start to start."""
+    """Return the seconds of every counted step of every rank, from start to start."""
     return table.loc[table["step"] >= 1, list(PARTS)].sum(axis=1)
 
 
 def step_s_of(result: RunResult) -> float:
-    """Seconds of a step in whole rounds of training by collectives: what a sample costs at a fixed batch in a training of any length.
+    """Return the seconds per step over whole rounds, which any length of training has at a fixed batch size.
 
-    With parameter servers, of the trainer whose steps take longest. Of runs shorter than a round, and where steps beside an evaluation
-    were left out, from the first start to the last end.
+    With parameter servers, it is the mean of the trainer with the longest steps. For runs shorter than a
+    round, and runs that leave out steps beside an evaluation, it is the time from the first start to the last
+    end, per step.
     """
     table, rounds = result.steps, _rounds_of(result)
     if result.experiment.strategy.mode == "ps" and len(table):
@@ -262,7 +280,10 @@ def step_s_of(result: RunResult) -> float:
 
 
 def parts_of(result: RunResult) -> dict[str, float]:
-    """Where the seconds of ``step_s_of`` go, by the summary's names: means over steps, and over trainers that train in step."""
+    """Return the parts of ``step_s_of`` in seconds, by the summary's names.
+
+    They are means over steps, and over trainers if these train in step.
+    """
     names, rounds = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s"), _rounds_of(result)
     if result.experiment.strategy.mode == "ps" and len(result.steps):
         mean = _of_slowest(result.steps).mean(numeric_only=True)
@@ -275,7 +296,7 @@ def parts_of(result: RunResult) -> dict[str, float]:
 
 
 def _of_slowest(table: pd.DataFrame) -> pd.DataFrame:
-    """The counted steps of the trainer whose steps take longest."""
+    """Return the counted steps of the trainer whose steps take longest."""
     counted = table[table["step"] >= 1]
     return counted[counted["rank"] == step_times(table).groupby(counted["rank"]).mean().idxmax()]
 
@@ -288,7 +309,10 @@ def _rounds_of(result: RunResult) -> tuple[int, int] | None:
 
 
 def summarise(experiment: Experiment, table: pd.DataFrame, **known: Any) -> Summary:
-    """The summary of a run over its counted steps (``step`` >= 1). ``known``: see ``summary_of``; ``wall_s`` goes before the table's."""
+    """Return the summary of a run over its counted steps (``step`` >= 1).
+
+    ``known`` is as in ``summary_of``; its ``wall_s`` takes precedence over the table's.
+    """
     counted = table[table["step"] >= 1]
     times = step_times(table)
     rounds = counted.loc[counted["rank"] == counted["rank"].min(), "local_steps"].dropna()
@@ -308,9 +332,10 @@ def summarise(experiment: Experiment, table: pd.DataFrame, **known: Any) -> Summ
 
 
 def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) -> Summary:
-    """The summary of a run: ``totals`` of its counted steps by ``Summary``'s names, and in ``rounds`` the lengths of those that ended.
+    """Return the summary of a run from totals over its counted steps.
 
-    ``known``: what only the executor knows, other fields of ``Summary``; ``wall_s``, by a clock that counts whole nanoseconds.
+    ``totals`` has ``Summary``'s names, plus ``rounds``, the lengths of the rounds that ended. ``known`` has
+    the fields of ``Summary`` that only the executor knows, such as a ``wall_s`` in whole nanoseconds.
     """
     trainers, figures = experiment.cluster.trainers, {**totals, **known}
     rounds, final_loss, memory = figures.pop("rounds"), figures.pop("final_loss", None), figures.pop("memory_bytes", None)
@@ -343,7 +368,7 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
 
 
 def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """The entry of ``skipped`` for trainers that exchange with servers sooner than the strategy says."""
+    """Return the ``skipped`` entry for trainers that exchange with servers earlier than planned."""
     if experiment.strategy.mode != "ps":
         return []
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
@@ -355,7 +380,7 @@ def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: 
 
 
 def uncountable() -> ConfigError:
-    """The error of a run whose times or bytes 64 bits do not count."""
+    """Return the error for a run whose times or bytes exceed 64 bits."""
     return ConfigError(
         "the run's nanoseconds or bytes cannot be counted in 64 bits",
         "experiment",
@@ -364,17 +389,17 @@ def uncountable() -> ConfigError:
 
 
 def takes_no_time() -> ConfigError:
-    """The error of a run that ends where it begins."""
+    """Return the error for a run of zero length."""
     return ConfigError("the run takes no time at all", "workload.layers", hint="give the layers a forward or backward above 0 ns")
 
 
 def skip(what: str, why: str) -> dict[str, str]:
-    """One entry of ``skipped``: a line of the experiment that this run did not realise."""
+    """Return an entry of ``skipped``: a line of the experiment that this run did not realise."""
     return {"what": what, "why": why}
 
 
 def skipped_by_layers(workload: Workload, strategy: DistributedStrategy) -> list[dict[str, str]]:
-    """Changed fields of the strategy that declared layers ignore, and that would change the times of measured ones."""
+    """Return the changed strategy fields that matter for measured layers but that declared layers ignore."""
     known = "strategy.fetch_every_n_steps" if workload.host is not None and workload.host.fetch else None
     names = [name for name, _ in changed_fields(strategy, "strategy") if name in COMPUTE_ONLY and name != known]
     return [skip(name, "declared layer times do not depend on it") for name in names if workload.model == LAYERS]

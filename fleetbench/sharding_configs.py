@@ -1,4 +1,4 @@
-"""``sharding_configs``: a table of the strategy, and what takes the place of Paddle's keys that it has not."""
+"""``sharding_configs``: a table of the strategy, and replacements for Paddle's keys that it does not have."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ _PADDLES = {
     "optimize_offload": "the optimizer's state stays on the device: shard it among more trainers",
     "gradient_merge_acc_step": "set gradient_merge and gradient_merge_configs.k_steps",
 }
-"""Keys of Paddle's ``sharding_configs``, and what takes their place."""
+"""Keys of Paddle's ``sharding_configs`` that do not exist here, with what replaces them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConfigs(Config):
-    """``sharding_configs``: which part of the training's state each trainer of a shard group keeps (ZeRO, FSDP)."""
+    """``sharding_configs``: the part of the training state that each trainer keeps (ZeRO, FSDP)."""
 
     stage: Literal[1, 2, 3] = 1
-    """1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
+    """Stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
     sharding_degree: int = Knob("plan clock restarts", "sharding")(0)
-    """Trainers of a shard group, which divide all trainers; with fewer than all, groups are replicas of each other (HSDP). 0: all."""
+    """Trainers per shard group, a divisor of the number of trainers. If there are several groups, they are
+    replicas of each other (HSDP). 0: all trainers in one group."""
     reshard_after_forward: bool | int = True
-    """Stage 3: a block's parameters are freed after its forward, and gathered again for its backward. A number: they stay spread over so
-    many neighbours, who gather them again among themselves."""
+    """Stage 3: free a block's parameters after its forward, and gather them again for its backward. A number
+    n keeps them sharded over n neighbours, which gather them among themselves."""
     param_dtype: Literal["own", "bfloat16"] = "own"
-    """Type in which parameters are gathered and computed with; shards, gradients' sums and updates keep the parameter's own. ``"bfloat16"``
-    needs ``amp`` in BF16; what passes between blocks is then in BF16, too, as are the weights that normalisations read."""
+    """Type in which parameters are gathered and used in compute. Shards, sums of gradients and updates keep
+    the parameter's own type. ``"bfloat16"`` needs ``amp`` in BF16; activations between blocks and the weights
+    of normalisations are then in BF16, too."""
     blocks: tuple[str, ...] = ()
-    """Names of the submodules that are gathered as a whole, in the order of the forward; none: each module of the model's lists."""
+    """Names of the submodules that are gathered as units, in forward order. If empty: each module in the
+    model's lists."""
 
     def _validate(self) -> None:
         at_least(self, 0, "sharding_degree")
@@ -53,7 +56,10 @@ class ShardingConfigs(Config):
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The table. Raises ``ConfigError`` for keys of Paddle's that are not here, with what to use instead."""
+        """Return the table.
+
+        Raises ``ConfigError`` for keys of Paddle's that do not exist here, with what to use instead.
+        """
         for key in data.keys() & _PADDLES.keys():
             raise ConfigError("is Paddle's, and not here", key, repr(data[key]), _PADDLES[key])
         return dict(data)

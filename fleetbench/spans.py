@@ -1,4 +1,4 @@
-"""Sets of moments, as intervals in ns."""
+"""Sets of points in time, as intervals in ns."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy.typing as npt
 from fleetbench.traces import Integers
 
 Spans = tuple[Integers, Integers]
-"""Begins and ends in ns: of intervals that do not overlap, in order, unless it is said otherwise."""
+"""Starts and ends in ns. The intervals are sorted and do not overlap, unless stated otherwise."""
 
 
 def union(*sets: Spans) -> Spans:
-    """Moments that any of the sets holds; these may overlap within and have any order."""
+    """Return the times in at least one of the sets, which may overlap internally and have any order."""
     return _sweep(sets, (), 1)
 
 
 def within(*sets: Spans) -> Spans:
-    """Moments that each of the sets holds."""
+    """Return the times in all of the sets."""
     return _sweep(sets, (), len(sets))
 
 
 def without(spans: Spans, other: Spans) -> Spans:
-    """Moments of ``spans`` that are not in ``other``."""
+    """Return the times of ``spans`` that are not in ``other``."""
     return _sweep((spans,), (other,), 1)
 
 
 def _sweep(sets: Sequence[Spans], but: Sequence[Spans], least: int) -> Spans:
-    """Moments that at least ``least`` intervals of ``sets`` hold, less twice those of ``but``."""
+    """Return the times that at least ``least`` intervals of ``sets`` hold, minus twice those of ``but``."""
     parts = [
         (part, sign)
         for each, weight in ((sets, 1), (but, -2))
@@ -47,7 +47,7 @@ def _sweep(sets: Sequence[Spans], but: Sequence[Spans], least: int) -> Spans:
 
 
 def lengths(spans: Spans, windows: Spans) -> Integers:
-    """Nanoseconds of the spans in each window."""
+    """Return the nanoseconds of the spans within each window."""
     begins, ends = spans
     if not len(begins):
         return np.zeros(len(windows[0]), dtype=np.int64)
@@ -61,6 +61,6 @@ def lengths(spans: Spans, windows: Spans) -> Integers:
 
 
 def inside(moments: Integers, spans: Spans) -> npt.NDArray[np.bool_]:
-    """Which moments the spans hold, their ends not included."""
+    """Return for each moment whether it lies in the spans, excluding their ends."""
     index = np.searchsorted(spans[0], moments, side="right")
     return (index > 0) & (moments < np.concatenate([[0], spans[1]])[index])

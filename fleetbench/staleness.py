@@ -1,4 +1,4 @@
-"""Staleness: how old the parameters were that a parameter server's pushes came from, and how many it had to work on."""
+"""Staleness: age of the parameters from which pushes to a parameter server were computed, and server load."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -10,16 +10,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoad:
-    """Of one server, over ``span_s`` seconds of counted steps."""
+    """Load of one server over ``span_s`` seconds of counted steps."""
 
     span_s: float
+    """Length of the observed period in seconds."""
     busy_s: float
+    """Seconds in which the server was busy."""
     staleness: Mapping[int, int]
-    """Gradients, or in GeoSGD pushes, by the updates that each has missed."""
+    """Number of gradients, or of pushes in GeoSGD, by the number of updates each has missed."""
 
 
 def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
-    """Means over the servers: ``gradients_per_s`` and ``utilisation``, the share of time busy; and ``staleness_histogram`` of all."""
+    """Return ``gradients_per_s`` and ``utilisation`` (share of time busy), both as means over the servers.
+
+    ``staleness_histogram`` is over all servers.
+    """
     counts = counts_of(servers)
     spans_s = [max(server.span_s, 1e-9) for server in servers]
     return {
@@ -30,14 +35,15 @@ def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
 
 
 def counts_of(servers: Sequence[ServerLoad]) -> Counter[int]:
-    """The staleness of all servers' pushes."""
+    """Return the staleness of all servers' pushes."""
     return sum((Counter(server.staleness) for server in servers), Counter[int]())
 
 
 def quantiles_of(counts: Mapping[int, int]) -> dict[str, float] | None:
-    """``mean``, ``p50``, ``p95`` and ``max`` of numbers, such as the updates that a push has missed, by how often each comes.
+    """Return ``mean``, ``p50``, ``p95`` and ``max`` of numbers given as counts, such as missed updates.
 
-    None where there are no numbers. A quantile is the smallest number that at least this share of them does not exceed.
+    None if there are no numbers. A quantile is the smallest number that at least this share of them does not
+    exceed.
     """
     total = sum(counts.values())
     if not total:
@@ -50,7 +56,7 @@ def quantiles_of(counts: Mapping[int, int]) -> dict[str, float] | None:
 
 
 def total_variation(a: Mapping[str, int], b: Mapping[str, int]) -> float:
-    """Half the sum of the differences of two histograms' shares: 0 where they are alike, 1 where they have no value in common.
+    """Return half the summed differences of two histograms' shares: 0 if equal, 1 if disjoint.
 
     Raises ``ZeroDivisionError`` for an empty one.
     """

@@ -1,4 +1,7 @@
-"""Store: folders below ``--out``, of runs and of others. One counts once its manifest, written last with all files' digests, is there."""
+"""Store: folders below ``--out``, of runs and others.
+
+A folder counts only once it has a manifest, which is written last and holds the digests of all files.
+"""
 
 import contextlib
 import dataclasses
@@ -34,15 +37,15 @@ _ELSEWHERE = "choose another folder by --out"
 
 
 def new_run_id() -> str:
-    """A name for a run: the time, and eight random digits."""
+    """Return an identifier for a run: the time, and eight random digits."""
     return f"{datetime.now(UTC):%Y%m%d%H%M%S}-{secrets.token_hex(4)}"
 
 
 @contextlib.contextmanager
 def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A folder below ``root``, to be filled, and its manifest, to be added to, which is written last.
+    """Yield a new folder below ``root`` to fill, and its manifest to extend, which is written last.
 
-    After an error nothing of it is left. Raises ``EnvironmentLacks`` where it cannot be made.
+    After an error the folder is removed. Raises ``EnvironmentLacks`` if it cannot be created.
     """
     run_id, existed = run_id or new_run_id(), root.exists()
     folder = root / f"{experiment.name}-{kind}-{experiment.digest()}-{run_id}"
@@ -58,7 +61,7 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
         "host": machine(),
         "versions": versions(),
         "commit": commit(),
-        "environment": dict(sorted((here | experiment.run.environment).items())),  # the workers' own: the experiment's wins
+        "environment": dict(sorted((here | experiment.run.environment).items())),  # the workers' own: the experiment's take precedence
     }
     try:
         yield folder, manifest
@@ -72,7 +75,7 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
 
 
 def save_run(result: RunResult, root: str | Path) -> RunResult:
-    """Write a run below ``root`` and return it with its path. Raises ``EnvironmentLacks`` where the disk refuses."""
+    """Write a run below ``root``, return it with its path. Raises ``EnvironmentLacks`` if writing fails."""
     summary = result.summary
     try:
         with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
@@ -96,7 +99,7 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
 
 
 def _runs_below(path: Path) -> str:
-    """Where the newest run below a folder is, or where runs are."""
+    """Describe where the newest run below a folder is, or where runs usually are."""
     found = sorted(
         (file.parent for file in path.glob(f"*/{MANIFEST}") if file.with_name("summary.json").exists()),
         key=lambda folder: folder.stat().st_mtime,
@@ -105,7 +108,11 @@ def _runs_below(path: Path) -> str:
 
 
 def load_run(path: str | Path) -> RunResult:
-    """Read a complete run. Raises ``ConfigError`` for a folder that is none, that was never finished, or that has changed since."""
+    """Read a complete run.
+
+    Raises ``ConfigError`` for a folder that is no run, was never finished, or has changed since it was
+    written.
+    """
     path = Path(path)
     if not path.is_dir():
         raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
@@ -116,7 +123,7 @@ def load_run(path: str | Path) -> RunResult:
     if (path / "profile.toml").is_file():
         simulated = next((file for file in path.glob("estimated.toml")), path / "measured.toml")
         hint = f"fleetbench sim {simulated} simulates with it"
-        raise ConfigError("a profile, and no run", str(path), hint=hint)
+        raise ConfigError("a profile, not a run", str(path), hint=hint)
     manifest = read_manifest(path, _AGAIN)
     with reading(path, _AGAIN):
         if manifest["schema"] != SCHEMA:
@@ -139,9 +146,10 @@ def load_run(path: str | Path) -> RunResult:
 
 
 def load_runs(pattern: str) -> pd.DataFrame:
-    """The summaries of all complete runs whose folders match, such as ``runs/*``; see ``runs_table``. Other folders are left out.
+    """Return the summaries of all complete runs whose folders match, such as ``runs/*``; see ``runs_table``.
 
-    Raises ``ConfigError`` where no run matches, and for a run that has changed since it was written.
+    Other folders are ignored. Raises ``ConfigError`` if no run matches, or if a run has changed since it was
+    written.
     """
     found = [Path(name) for name in sorted(glob.glob(pattern))]  # noqa: PTH207  # an absolute pattern, too
     runs = {path.name: load_run(path) for path in found if (path / MANIFEST).is_file() and (path / "summary.json").is_file()}
@@ -151,7 +159,7 @@ def load_runs(pattern: str) -> pd.DataFrame:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and operating system of this host."""
+    """Return the processor, cores and operating system of this host."""
     return {"processor": _processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}"}
 
 
@@ -165,7 +173,7 @@ def _processor() -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that a result depends on."""
+    """Return the versions of Python and of the libraries that a result depends on."""
     found = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -175,7 +183,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache  # of the code that runs: what is checked out later is not loaded
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from; none where it was installed."""
+    """Return the commit of the checkout that this package runs from; none if it was installed."""
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():
         return None

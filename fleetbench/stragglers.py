@@ -1,9 +1,9 @@
-"""Stragglers: how much longer a trainer's step takes than it should, the same in every executor.
+"""Stragglers: by how much a trainer's step is delayed, the same in every executor.
 
-A trainer's compute (forward and backward) takes ``1 + X`` times its own, X >= 0. X of (seed,
-entry, rank or node, step) is a counter-based function: no other draw shifts it, both executors
-read it, and it is quantised to 2^-24 once, after the product over the entries in file order, so
-that clocks agree to the nanosecond.
+A trainer's compute (forward and backward) takes ``1 + X`` times its own time, X >= 0. X is a counter-based
+function of (seed, entry, rank or node, step), so that no other draw shifts it and both executors read the
+same value. It is quantised to 2^-24 once, after the product over the entries in file order, so that clocks
+agree to the nanosecond.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 
 ONE = 2**24
-"""X is held as an integer number of 2^-24."""
+"""Unit of X: it is held as an integer number of 2^-24."""
 
 LARGEST = 10**6
-"""Largest factor, mean and product 1 + X: beyond a million, nanoseconds would soon not fit 64 bits."""
+"""Largest factor, mean and product 1 + X. With more than a million, nanoseconds would soon exceed 64 bits."""
 
 
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
@@ -32,8 +32,9 @@ Integers = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Law(Config):
     distribution: Distribution = "lognormal"
+    """Distribution of X."""
     mean: float = 0.1
-    """E[X]."""
+    """Mean of X."""
     cv: float = 1.0
     """Coefficient of variation of X."""
 
@@ -48,18 +49,20 @@ class _Law(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter(_Law):
-    """Independent X for every rank and step."""
+    """Delays that are independent for every rank and step."""
 
     kind: ClassVar[str] = "jitter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShock(_Law):
-    """One X for all ranks of a node, or of the cluster, with ``rate`` the share of steps that are hit."""
+    """Delays that all ranks of a node, or of the cluster, share."""
 
     kind: ClassVar[str] = "node_shock"
     scope: Literal["node", "cluster"] = "node"
+    """Whether the ranks of a node share a delay, or all ranks of the cluster."""
     rate: PerStep = PerStep(1.0)
+    """Share of steps that are hit."""
 
     def _validate(self) -> None:
         _Law._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
@@ -69,6 +72,7 @@ class NodeShock(_Law):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slow(Config):
     factor: float
+    """Factor on compute time."""
 
     def _validate(self) -> None:
         at_least(self, 1, "factor", most=LARGEST)
@@ -76,10 +80,11 @@ class _Slow(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank(_Slow):
-    """Ranks that always take ``factor`` times as long."""
+    """Ranks whose compute always takes ``factor`` times as long."""
 
     kind: ClassVar[str] = "slow_rank"
     ranks: tuple[int, ...]
+    """Numbers of the ranks, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,18 +93,21 @@ class SlowNode(_Slow):
 
     kind: ClassVar[str] = "slow_node"
     nodes: tuple[int, ...]
+    """Numbers of the nodes, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode(_Slow):
-    """Markov fail-slow: a healthy rank falls ill with ``rate`` and recovers after ``length`` on average.
+    """Markov fail-slow: a healthy rank becomes slow with probability ``rate`` and recovers after ``length``.
 
-    Ranks are healthy before step 1; the length of an episode is geometric.
+    Ranks are healthy before step 1. The length of an episode is geometric.
     """
 
     kind: ClassVar[str] = "episode"
     rate: PerStep
+    """Probability per step that a healthy rank becomes slow."""
     length: Steps
+    """Mean length of an episode."""
 
     def _validate(self) -> None:
         _Slow._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
@@ -109,10 +117,11 @@ class Episode(_Slow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Empirical(Config):
-    """X drawn, with equal chance, from measured values."""
+    """Delays drawn from measured values, with equal probability."""
 
     kind: ClassVar[str] = "empirical"
     values: tuple[float, ...]
+    """Measured values of X."""
 
     def _validate(self) -> None:
         if not self.values or min(self.values) < 0 or max(self.values) > LARGEST:
@@ -122,17 +131,18 @@ class Empirical(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Config):
-    """X drawn in blocks of consecutive measured steps, the same steps for all measured ranks: a circular block bootstrap.
+    """Delays drawn in blocks of consecutive measured steps, for all ranks: a circular block bootstrap.
 
-    What neighbouring steps and what ranks have in common survives (Politis and Romano 1992). Ranks beyond the R measured ones
-    take the measured rows again, each further R ranks from blocks of their own.
+    It preserves what neighbouring steps, and ranks in the same step, have in common (Politis and Romano
+    1992). Ranks beyond the R measured ones reuse the measured rows; each further R ranks draw blocks of their
+    own.
     """
 
     kind: ClassVar[str] = "blocks"
     values: tuple[tuple[float, ...], ...]
-    """Measured X by rank and step; every rank has as many steps."""
+    """Measured X by rank and step; all ranks have the same number of steps."""
     block_steps: int
-    """Consecutive steps that are drawn at once."""
+    """Number of consecutive steps drawn at once."""
 
     def _validate(self) -> None:
         numbers = [value for row in self.values for value in row]
@@ -145,13 +155,14 @@ class Blocks(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Config):
-    """X read from a recorded trace; ``fleetbench.traces`` has the file's format."""
+    """Delays read from a recorded trace, in the format of ``fleetbench.traces``."""
 
     kind: ClassVar[str] = "trace"
     path: str
-    """Relative to the experiment file; its content is part of the experiment's hash."""
+    """Path of the trace, relative to the experiment file. The trace's content is part of the experiment's
+    hash."""
     base: Nanoseconds | None = None
-    """Of a trace of compute times: what takes no longer than it should; none: its shortest time."""
+    """For a trace of compute times: the time without delay. Default: the shortest time in the trace."""
 
     def _validate(self) -> None:
         at_least(self, 0, "base", above=True)
@@ -163,10 +174,11 @@ Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Blo
 def draws(
     stragglers: Sequence[Straggler], seed: int, trainers: int, nodes: int | Sequence[int], first_step: int, num_steps: int
 ) -> Integers:
-    """X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``. ``nodes``: trainers of each, or the node of each rank.
+    """Return X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
 
-    Column 0 is ``first_step``. Raises ``ConfigError`` for a trace that cannot be replayed, and for the
-    entry that takes a step beyond ``LARGEST`` times its own compute.
+    Column 0 is ``first_step``. ``nodes`` is the number of trainers per node, or the node of each rank. Raises
+    ``ConfigError`` for a trace that cannot be replayed, and for the entry that makes a step take more than
+    ``LARGEST`` times its own compute.
     """
     ranks = np.arange(trainers, dtype=np.int64)
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
@@ -211,7 +223,7 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:
-    """The chain of every rank from step 1 on; a step's state depends on all steps before it."""
+    """Simulate the chain of every rank from step 1, because a step's state depends on all steps before it."""
     last = int(steps[-1])
     if last < 1:
         return np.zeros((len(ranks), len(steps)))
@@ -230,14 +242,14 @@ def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps:
 
 
 def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers) -> Floats:
-    """Uniform draws in (0, 1), shape ``(len(who), len(steps))``: a hash of the counters, no state."""
+    """Return uniform draws in (0, 1), shape ``(len(who), len(steps))``: a stateless hash of the counters."""
     key = splitmix64(splitmix64(splitmix64(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
     rows = splitmix64(key ^ who.astype(np.uint64))
     return _unit_interval(splitmix64(rows[:, None] ^ steps.astype(np.uint64)[None, :]))
 
 
 def _unit_interval(words: npt.NDArray[np.uint64]) -> Floats:
-    """64-bit words as numbers in (0, 1): the middles of 2^52 equal cells, so that neither end is reached."""
+    """Convert 64-bit words to numbers in (0, 1): the middles of 2^52 equal cells, which exclude both ends."""
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 52 bits: the half is exact
 
 
@@ -251,7 +263,7 @@ def splitmix64(word: Any) -> Any:
 
 
 def quantile(law: Distribution, u: Floats, mean: float, cv: float) -> Floats:
-    """The law's quantile function: X at probability ``u``."""
+    """Return the quantile of the law, X at probability ``u``."""
     from scipy import special  # scipy takes 0.2 s to import, which a cluster without jitter need not pay
 
     if law == "constant" or mean == 0.0:

@@ -1,9 +1,9 @@
 """DistributedStrategy: every strategy of Paddle Fleet as one value.
 
-Fields carry Fleet's names and Fleet's defaults where those say what happens; the few with a name
-of our own read Fleet's as an alias, and Fleet's fields without an equivalent here are accepted on
-reading and reported as having no effect (``fleetbench.fleet_names``). Whether a field can be
-executed is the executor's to say: see ``fleetbench.support``.
+Fields have Fleet's names and defaults where those describe what happens. The few fields with a name of our
+own accept Fleet's name as an alias. Fleet's fields without an equivalent are accepted on reading and reported
+as having no effect (``fleetbench.fleet_names``). Each executor decides which fields it can execute: see
+``fleetbench.support``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fleetbench.sharding_configs import ShardingConfigs
 
 SCHEMA = 1
 _NOT_TOML = 'a strategy file holds lines such as "nccl_comm_num = 2"'
-_NO_STRATEGY = "a line [strategy] alone stands for the defaults"
+_NO_STRATEGY = "a single line [strategy] stands for the defaults"
 _TABLES = ("localsgd", "adaptive_localsgd", "gradient_merge", "amp", "recompute", "a_sync", "sharding")
 _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("fuse_all_reduce_ops", (True,), ("fusion", "fuse_grad_size_in_MB", "fuse_grad_count")),
@@ -39,10 +39,11 @@ _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("mode", ("ps",), ("overlap_push", "reduce_in_node")),
     ("sharding", (False,), ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "fuse_grad_count")),
 )
-"""A field, the values with which others are read, and these."""
+"""Rows of (a field, the values of it with which other fields are read, the names of those fields)."""
 _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
 MOST_COMMUNICATORS = 64
-"""Each is a process group with connections of its own on every trainer, so that thousands exhaust ports; Fleet advises 1 or 2."""
+"""Largest ``nccl_comm_num``. Each communicator is a process group with its own connections on every trainer,
+so thousands would exhaust the ports. Fleet advises 1 or 2."""
 
 _CLOCK = Knob("plan clock")
 _FUSION = Knob("plan clock", "fusion")
@@ -62,7 +63,7 @@ _SIMULATED = Knob("simulated clock")
 
 
 def check_hierarchy(trainers: int, inner: int) -> None:
-    """Raise ``ConfigError`` where the world does not divide by ``inner`` ranks a node, or nothing is left to do in a hierarchy."""
+    """Raise ``ConfigError`` unless ``inner`` is at least 2 and divides the number of trainers."""
     if inner < 2 or trainers % inner:
         what = f"does not divide the world of {trainers} trainers into groups of at least 2"
         hint = f"choose a number above 1 that divides the {trainers} trainers, or switch use_hierarchical_allreduce off"
@@ -74,7 +75,7 @@ class BuildStrategy(Config):
     """Fleet's ``build_strategy``: op fusion and the order of operators."""
 
     fuse_all_optimizer_ops: bool = _COMPUTE(False)
-    """One fused update instead of one kernel a parameter."""
+    """Update all parameters with one fused kernel instead of one kernel per parameter."""
     fuse_elewise_add_act_ops: bool = False
     """Fuse element-wise additions with the activation after them."""
     fuse_bn_act_ops: bool = False
@@ -82,29 +83,34 @@ class BuildStrategy(Config):
     fuse_relu_depthwise_conv: bool = False
     """Fuse a ReLU with the depthwise convolution after it."""
     enable_backward_optimizer_op_deps: bool = Knob("plan clock", "update by bucket")(True, "update_by_bucket", (False, True), "loop")
-    """The update waits for the whole backward; off: a bucket's parameters update as it arrives."""
+    """Whether the update waits for the whole backward. If false, the parameters of a bucket update as soon as
+    it arrives."""
     enable_sequential_execution: bool = _CLOCK(False)
-    """Deterministic algorithms in definition order, for debugging."""
+    """Use deterministic algorithms, in definition order, for debugging."""
     compile_split: Literal["block", "bucket"] = _COMPUTE("block")
-    """No effect: op fusion compiles each block for itself."""
+    """No effect: op fusion compiles each block separately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging(Config):
-    """What trainers that update alone average besides parameters."""
+    """What trainers average besides parameters when they take local steps."""
 
     momentum: Literal["local", "reset", "average"] = "local"
-    """What happens to the momentum buffers (Adam's ``exp_avg``) at an averaging; other state of the optimizer stays."""
+    """Treatment of the momentum buffers (Adam's ``exp_avg``) when trainers average; other optimizer state is
+    left as it is."""
     buffers: Literal["local", "average"] = "local"
-    """What happens to batch-norm statistics at an averaging."""
+    """Treatment of batch-norm statistics when trainers average."""
     optimizer_state: Literal["local", "average"] = "local"
-    """``average`` allows optimizers whose average of steps is not a step of averages (Adam, Adagrad) at ``k_steps = 1``."""
+    """``average`` also averages the optimizer's state. It allows optimizers for which an average of steps is
+    not a step of averages (Adam, Adagrad) at ``k_steps = 1``."""
     outer_lr: float = 1.0
-    """Learning rate of the outer optimizer (DiLoCo, arXiv 2311.08105), whose gradient is the averaged difference of a round."""
+    """Learning rate of the outer optimizer (DiLoCo, arXiv 2311.08105). Its gradient is the averaged
+    difference of a round."""
     outer_momentum: float = 0.0
-    """Momentum of the outer optimizer; with this and ``outer_lr`` at their defaults, trainers average."""
+    """Momentum of the outer optimizer. If this and ``outer_lr`` have their defaults, trainers average
+    instead."""
     outer_nesterov: bool = True
-    """Nesterov's momentum, as in ``torch.optim.SGD(nesterov=True)``."""
+    """Use Nesterov momentum, as in ``torch.optim.SGD(nesterov=True)``."""
 
     def _validate(self) -> None:
         at_least(self, 0, "outer_lr", above=True)
@@ -112,42 +118,45 @@ class Averaging(Config):
             raise ConfigError("must be at least 0 and below 1", "outer_momentum", repr(self.outer_momentum), "DiLoCo's is 0.9")
 
     def shared(self) -> dict[str, Any]:
-        """Values of the fields that both kinds of local steps have, by name."""
+        """Return the values of the fields that both kinds of local steps have, by name."""
         return {name: getattr(self, name) for name in defaults_of(Averaging)}
 
     @property
     def has_outer(self) -> bool:
-        """Whether a round ends with a step of an outer optimizer, rather than with an averaging alone."""
+        """Whether a round ends with a step of an outer optimizer rather than with plain averaging."""
         return self.outer_lr != 1 or self.outer_momentum != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSGDConfigs(Averaging):
-    """``localsgd_configs``: when trainers meet, and what they average."""
+    """``localsgd_configs``: when trainers synchronise, and what they average."""
 
     k_steps: int = _LOCAL(1, "local_steps", (1, 2, 4, 8, 16), "target")
-    """Local steps of a round, K."""
+    """Local steps per round, K."""
     begin_step: int = 1
-    """``fleet``: up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole.
-    ``torch``: the first step that does."""
+    """``fleet``: trainers synchronise at every step up to this one (counted from 1). With an outer optimizer,
+    the default 1 means no such steps, so that the first round is whole. ``torch``: first step that
+    synchronises."""
     schedule: Literal["fleet", "document", "torch"] = "fleet"
-    """Which published schedule counts the steps: see ``fleetbench.plan.local_sgd``."""
+    """Published schedule that counts the steps: see ``fleetbench.plan.local_sgd``."""
     warmup_epochs: int = 0
     """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
     warmup: Literal["exp", "const", "linear"] = "exp"
-    """How the ``document`` schedule grows K after its warm-up."""
+    """How K grows in the ``document`` schedule after its warm-up."""
     fragments: int = 1
-    """Parts of the model, of which one is exchanged every ``k_steps / fragments`` updates (Streaming DiLoCo, arXiv 2501.18512)."""
+    """Number of fragments of the model. One fragment is exchanged every ``k_steps / fragments`` updates
+    (Streaming DiLoCo, arXiv 2501.18512)."""
     overlap_steps: int = 0
-    """Updates that the exchange of a fragment has beside it; the difference is taken that many updates before it is merged."""
+    """Number of updates that overlap the exchange of a fragment. Trainers take the difference that many
+    updates before they merge it."""
     mixing: float = 0.0
-    """Share of a trainer's own values that a merge of a fragment keeps."""
+    """Weight of a trainer's own values when a fragment is merged, from 0 to 1."""
     outer_wire: Literal["fp32", "int8"] = _UNTRAINED("fp32")
-    """How differences travel: as they are, or in blocks of 8-bit integers with a scale each."""
+    """Format in which differences are sent: FP32, or blocks of 8-bit integers with one scale each."""
     outer_error_feedback: bool = _UNTRAINED(False)
-    """What quantising takes from a trainer's difference is added to its next one (arXiv 1901.09847)."""
+    """Add the quantisation error of a trainer's difference to its next difference (arXiv 1901.09847)."""
     outer_on_host: bool = _CLOCK(False)
-    """What trainers agreed on and the outer momentum lie in the host's memory, pinned, and not on the GPU."""
+    """Keep the agreed parameters and the outer momentum in pinned host memory instead of on the GPU."""
 
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive
@@ -163,11 +172,11 @@ class LocalSGDConfigs(Averaging):
 
     @property
     def has_fragments(self) -> bool:
-        """Whether parts of the model take rounds of their own, or a round's exchange goes on beside later steps."""
+        """Whether fragments of the model have their own rounds, or an exchange overlaps later steps."""
         return self.fragments > 1 or self.overlap_steps > 0 or self.mixing > 0
 
     def _refuse_fragments(self) -> None:
-        """Raise ``ConfigError`` where rounds of fragments do not come out even."""
+        """Raise ``ConfigError`` if the rounds of fragments do not fit ``k_steps``."""
         k, parts = self.k_steps, self.fragments
         if k < parts or k % parts:
             hint = f"k_steps = {-(-k // parts) * parts} gives each fragment {-(-k // parts)} updates"
@@ -185,11 +194,13 @@ class AdaptiveLocalSGDConfigs(Averaging):
     init_k_steps: int = 1
     """K of the first round, K0."""
     begin_step: int = 1
-    """Up to this step (counted from 1) every step synchronises; at 1 none does with an outer optimizer, whose rounds are whole."""
+    """Trainers synchronise at every step up to this one (counted from 1). With an outer optimizer, the
+    default 1 means no such steps, so that the first round is whole."""
     variant: Literal["fleet", "paper", "document", "qsr"] = "fleet"
-    """Fleet's clamp, AdaComm's, the older document's, or the quadratic synchronisation rule."""
+    """Rule for K: Fleet's clamp, AdaComm, the older document's rule, or the quadratic synchronisation rule
+    (``qsr``)."""
     alpha: float = 0.01
-    """``qsr``: K = max(K0, floor((alpha / lr)^2))."""
+    """``qsr``: alpha in K = max(K0, floor((alpha / lr)^2))."""
 
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # as in LocalSGDConfigs
@@ -202,15 +213,15 @@ class GradientMergeConfigs(Config):
     """``gradient_merge_configs``: accumulate k micro-batches, then communicate and update once."""
 
     k_steps: int = 1
-    """Micro-batches of one update."""
+    """Micro-batches per update."""
     avg: bool = True
-    """Divide the sum by ``k_steps``."""
+    """Divide the sum of gradients by ``k_steps``."""
     remainder: Literal["carry", "flush", "drop"] = "carry"
-    """What happens to a started accumulation when the epoch ends; Fleet carries."""
+    """Treatment of an unfinished accumulation at the end of an epoch; Fleet carries it over."""
     lr_per: Literal["micro_batch", "update"] = "micro_batch"
-    """What the learning-rate schedule counts; Fleet counts micro-batches."""
+    """Unit that the learning-rate schedule counts; Fleet counts micro-batches."""
     batch_norm_per: Literal["micro_batch", "update"] = "micro_batch"
-    """How often batch-norm statistics move; in Fleet with every micro-batch."""
+    """How often batch-norm statistics are updated; Fleet updates them with every micro-batch."""
 
     def _validate(self) -> None:
         at_least(self, 1, "k_steps")
@@ -218,16 +229,22 @@ class GradientMergeConfigs(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmpConfigs(Config):
-    """``amp_configs``: dynamic loss scaling with Fleet's knobs."""
+    """``amp_configs``: mixed precision and dynamic loss scaling, with Fleet's settings."""
 
     init_loss_scaling: float = 32768.0
+    """Loss scale of the first update."""
     incr_every_n_steps: int = 1000
+    """Updates in a row without overflow after which the scale grows."""
     decr_every_n_nan_or_inf: int = 2
+    """Updates in a row with overflow after which the scale shrinks."""
     incr_ratio: float = 2.0
+    """Factor by which the scale grows."""
     decr_ratio: float = 0.8
+    """Factor by which the scale shrinks."""
     use_dynamic_loss_scaling: bool = True
+    """Adjust the scale. If false, it stays at ``init_loss_scaling``; an overflow still skips the update."""
     dtype: Literal["fp16", "bf16"] = _LOWER("fp16")
-    """The lower precision of the forward pass."""
+    """Type of the lower precision in the forward pass."""
 
     def _validate(self) -> None:
         at_least(self, 1, "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio")
@@ -240,7 +257,7 @@ class RecomputeConfigs(Config):
     """``recompute_configs``: which activations are recomputed in the backward."""
 
     checkpoints: tuple[str, ...] = ()
-    """Names of submodules whose activations are dropped and recomputed."""
+    """Names of submodules whose activations are dropped after the forward and recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,15 +265,26 @@ class ASyncConfigs(Config):
     """``a_sync_configs``: the asynchronous parameter server and GeoSGD."""
 
     k_steps: int = -1
-    """0: asynchronous; above 0: GeoSGD with at most so many steps between exchanges; -1: chosen."""
+    """0: asynchronous; above 0: GeoSGD with at most this many steps between exchanges; -1: chosen
+    automatically."""
     max_merge_var_num: int = 1
+    """Asynchronous: gradients summed into one push; fewer if the trainer is idle."""
     send_queue_size: int = 16
+    """Asynchronous: gradients that may wait for the trainer's sender before the trainer itself has to
+    wait."""
     independent_recv_thread: bool = False
+    """Asynchronous: pull beside pushes instead of in turn with them."""
     min_send_grad_num_before_recv: int = 1
+    """Asynchronous: gradients sent between two pulls of dense parameters."""
     thread_pool_size: int = 1
+    """Asynchronous: pushes that may be unacknowledged at a time."""
     send_wait_times: int = 1
+    """Pauses of 10 ms without a step after which a trainer counts as idle and sends everything in its
+    queue."""
     runtime_split_send_recv: bool = Knob("way")(False)
+    """No effect; true is refused."""
     launch_barrier: bool = True
+    """``fleet.init_worker()`` waits for all trainers."""
 
     def _validate(self) -> None:
         at_least(self, -1, "k_steps")
@@ -265,92 +293,117 @@ class ASyncConfigs(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedStrategy(Config):
-    """How data-parallel trainers exchange what they learn. A value: ``replace`` makes another.
+    """How data-parallel trainers exchange gradients or parameters.
+
+    An immutable value: ``replace`` returns a changed copy.
 
     Raises ``ConfigError`` for an unknown field, a wrong type, or fields that contradict each other.
     """
 
     mode: Literal["collective", "ps"] = Knob("servers way")("collective")
-    """Collectives among trainers, or parameter servers."""
+    """How trainers communicate: by collectives, or through parameter servers."""
     auto: bool = Knob("")(False)
     """Load the stored recommendation for this workload and cluster."""
 
     fuse_all_reduce_ops: bool = _PIECES(True)
-    """Fuse gradients into buckets; off: one all-reduce a gradient."""
+    """Fuse gradients into buckets. If false, each gradient has its own all-reduce."""
     fuse_grad_size_in_MB: float = _PIECES(  # noqa: N815  # Fleet's name
         32.0, "fuse_grad_size_in_MB", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     )
-    """Soft cap of a bucket in MiB (as in Fleet, whatever the name says); 0: one bucket of all."""
+    """Soft cap of a bucket in MiB (as in Fleet, despite the name); 0: one bucket for everything."""
     fuse_grad_count: int = _PIECES(50)
-    """Soft cap of a bucket in gradients; 0 and 1: no cap."""
+    """Soft cap of a bucket, in gradients; 0 and 1: no cap."""
     fusion: Literal["fleet", "ddp", "by_number", "merged_gradient", "optimal"] = _FUSION(
         "fleet", "fusion", ("merged_gradient", "optimal", "off")
     )
-    """Fleet's soft caps, DistributedDataParallel's own buckets, Fleet's other pass, MG-WFBP's published rule (arXiv 1811.11141), or the
-    partition that ends earliest on a ring."""
+    """Rule that forms buckets: Fleet's soft caps, DistributedDataParallel's own buckets, Fleet's other pass
+    (``by_number``), MG-WFBP's published rule (arXiv 1811.11141), or the partition that ends earliest on a
+    ring."""
     first_bucket_size_in_MB: float = _FUSION(0.0)  # noqa: N815  # as Fleet's names of sizes
-    """``ddp``: cap of the first bucket in MiB; 0: that of the others. DistributedDataParallel's is 1 where it is given none."""
+    """``ddp``: cap of the first bucket in MiB; 0: the cap of the other buckets. DistributedDataParallel uses
+    1 if no ``bucket_cap_mb`` is given."""
     fuse_grad_size_in_num: int = _FUSION(8)
-    """``by_number``: gradients of a bucket and dtype."""
+    """``by_number``: gradients per bucket and dtype."""
     last_comm_group_size_MB: float = _FUSION(1.0)  # noqa: N815  # Fleet's name
-    """``by_number``: size in MiB of the small last bucket."""
+    """``by_number``: size of the small last bucket, in MiB."""
 
     use_hierarchical_allreduce: bool = _HIERARCHY(False, "hierarchy", ("off", "leader", "reduce_scatter"), "nodes")
-    """Reduce inside the node, all-reduce between nodes, broadcast inside the node."""
+    """All-reduce in a hierarchy: reduce inside each node, all-reduce between nodes, broadcast inside each
+    node."""
     hierarchical_inner_ranks: int = _HIERARCHY(0)
-    """Ranks of the inner group; 0: the trainers of a node."""
+    """Ranks per inner group; 0: the trainers of a node."""
     hierarchical_variant: Literal["leader", "reduce_scatter"] = _HIERARCHY("leader")
     """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
     fp16_allreduce: bool = _WIRE(False, "wire", ("fp32", "fp16", "bf16"), "rounding")
-    """Gradients travel as FP16."""
+    """Send gradients as FP16."""
     bf16_allreduce: bool = _WIRE(False)
-    """Gradients travel as BF16."""
+    """Send gradients as BF16."""
     nccl_comm_num: int = _COMMUNICATORS(1, "nccl_comm_num", (1, 2))
-    """Communicators; bucket i travels on communicator i mod ``nccl_comm_num``."""
+    """Number of communicators. Bucket i uses communicator i mod ``nccl_comm_num``."""
     sync_nccl_allreduce: bool = _COMMUNICATORS(True, "sync_nccl_allreduce", (True, False), "waiting")
-    """One bucket in flight over all communicators; off: on each as many as its backend carries (``fleetbench.plan.groups``)."""
+    """Allow one bucket in flight over all communicators. If false, each communicator carries as many as its
+    backend allows (``fleetbench.plan.groups``)."""
     find_unused_parameters: bool = _CLOCK(False)
-    """Handle parameters that a step's loss does not reach, instead of refusing the step."""
+    """Handle parameters that a step's loss does not use, instead of refusing the step."""
     broadcast_buffers: bool = Knob("plan virtual digits")(True)
-    """After each exchange of gradients rank 0 sends its buffers, which DDP does before the next forward; local steps have ``buffers``."""
+    """Rank 0 broadcasts its buffers after each exchange of gradients, as DDP does before the next forward.
+    For local steps, ``buffers`` decides."""
 
     build_strategy: BuildStrategy = _GRAPH(BuildStrategy())
+    """Op fusion and the order of operators."""
     thread_num: int = Knob("plan servers clock time", "threads")(1, "thread_num", (1, 2), "model")
-    """CPU threads of a trainer (torch's intra-op threads)."""
+    """CPU threads per trainer (torch's intra-op threads)."""
     sync_batch_norm: bool = Knob("plan way time")(False)
-    """Batch statistics over all trainers."""
+    """Compute batch statistics over all trainers."""
     cudnn_exhaustive_search: bool = _COMPUTE(True)
-    """Let cuDNN time its algorithms."""
+    """Let cuDNN time its algorithms and use the fastest."""
     conv_workspace_size_limit: int = _COMPUTE(512)
-    """MiB of workspace cuDNN may take."""
+    """Largest cuDNN workspace, in MiB."""
     fraction_of_gpu_memory_to_use: float | None = Knob("plan clock memory")(None)
-    """Memory taken ahead, as a share of the device."""
+    """Share of the device's memory that is reserved at the start."""
     fetch_every_n_steps: int = Knob("plan servers clock time")(1)
-    """Read results back from the device every so many steps."""
+    """Steps between two reads of results from the device."""
 
     lr_scale: float = Knob("plan virtual servers way", "learning rate")(1.0)
-    """Every update takes the optimizer's learning rate times this; as much as there are more samples in Goyal et al. (arXiv 1706.02677)."""
+    """Factor on the optimizer's learning rate in every update. With n times the samples per update, Goyal et
+    al. (arXiv 1706.02677) take n."""
     amp: bool = _LOWER(False)
+    """Compute the forward pass in a lower precision."""
     amp_configs: AmpConfigs = Knob("plan virtual way restarts")(AmpConfigs())
+    """Settings of mixed precision and loss scaling."""
     recompute: bool = _GRAPH(False)
+    """Recompute activations in the backward instead of storing them."""
     recompute_configs: RecomputeConfigs = _GRAPH(RecomputeConfigs())
+    """Settings of activation recomputation."""
 
     localsgd: bool = _LOCAL(False)
+    """Take local steps and average parameters every K steps (Local SGD)."""
     localsgd_configs: LocalSGDConfigs = _LOCAL(LocalSGDConfigs())
+    """Settings of local steps with a fixed K."""
     adaptive_localsgd: bool = _LOCAL(False)
+    """Take local steps, with a K that follows the loss and the learning rate."""
     adaptive_localsgd_configs: AdaptiveLocalSGDConfigs = _LOCAL(AdaptiveLocalSGDConfigs())
+    """Settings of local steps with an adaptive K."""
     gradient_merge: bool = _MERGE(False)
+    """Accumulate several micro-batches, then communicate and update once."""
     gradient_merge_configs: GradientMergeConfigs = _MERGE(GradientMergeConfigs())
+    """Settings of gradient accumulation."""
 
     sharding: bool = _SHARDED._replace(says="plan clock restarts")(False)
+    """Shard the optimizer's state, and optionally gradients and parameters, among trainers (ZeRO, FSDP)."""
     sharding_configs: ShardingConfigs = _SHARDED(ShardingConfigs())
+    """Settings of sharded data parallelism."""
 
     a_sync: bool = _SERVED(False)
+    """Train asynchronously with parameter servers; needs ``mode = "ps"``."""
     a_sync_configs: ASyncConfigs = _SERVED(ASyncConfigs())
+    """Settings of asynchronous training and GeoSGD."""
     overlap_push: bool = _SIMULATED(False)
-    """Synchronous servers: push each bucket when its gradients are ready, beside the backward; off: all after it. In ``sim`` alone."""
+    """Synchronous servers: push each bucket during the backward, when its gradients are ready. If false, all
+    buckets are pushed after it. Only ``sim`` executes it."""
     reduce_in_node: bool = _SIMULATED(False)
-    """Synchronous servers: the trainers of a node reduce among themselves, and one of them pushes and pulls. In ``sim`` alone."""
+    """Synchronous servers: the trainers of a node reduce among themselves, and one of them pushes and pulls.
+    Only ``sim`` executes it."""
 
     def _validate(self) -> None:
         at_least(
@@ -384,14 +437,14 @@ class DistributedStrategy(Config):
     def _refuse_contradictions(self) -> None:
         if self.sharding and self.sharding_configs.param_dtype != "own" and not (self.amp and self.amp_configs.dtype == "bf16"):
             where, value = "sharding_configs.param_dtype", repr(self.sharding_configs.param_dtype)
-            raise ConfigError("computes in what it gathers", where, value, 'set amp = true and amp_configs.dtype = "bf16" with it')
+            raise ConfigError("is also the type of compute", where, value, 'set amp = true and amp_configs.dtype = "bf16" with it')
         for both, one, other, reason in self._exclusions():
             if both:
                 where = one.replace("Local SGD", "adaptive_localsgd" if self.adaptive_localsgd else "localsgd")
                 raise ConfigError(f"{one} and {other} exclude each other: {reason}", where, hint="keep one of them")
 
     def _exclusions(self) -> tuple[tuple[bool, str, str, str], ...]:
-        """Combinations without a meaning: whether both are on, their names, and why."""
+        """Return a row per invalid combination: whether both settings are on, their names, the reason."""
         build, merge, average = self.build_strategy, self.gradient_merge_configs, self.averaging
         half, unused, synced = (self.fp16_allreduce or self.bf16_allreduce), self.find_unused_parameters, self.sync_batch_norm
         by_bucket, fuses = not build.enable_backward_optimizer_op_deps, build.fuse_all_optimizer_ops
@@ -399,31 +452,51 @@ class DistributedStrategy(Config):
         sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
         state, changes = 'optimizer_state = "average"', "Fleet would change it silently"
         served, local = self.mode == "ps", self.localsgd_configs
-        stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have rounds of their own"
+        stays, parts, rounds = "the inner optimizer's state stays local", "fragments", "fragments have their own rounds"
         resets, shares_state = average.momentum == "reset", average.optimizer_state == "average"
         in_order, feeds_back = build.enable_sequential_execution, self.localsgd and local.outer_error_feedback
         int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
         alone = "blocks follow one another on one communicator"
         cut, averages = self.localsgd and local.has_fragments, self.is_local and not self.has_outer
         return (
-            (self.localsgd and self.adaptive_localsgd, "localsgd", "adaptive_localsgd", "one of them says when trainers meet"),
-            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket travels in one type"),
+            (
+                self.localsgd and self.adaptive_localsgd,
+                "localsgd",
+                "adaptive_localsgd",
+                "only one of them can decide when trainers synchronise",
+            ),
+            (self.fp16_allreduce and self.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
             (self.a_sync and self.mode == "collective", "a_sync", 'mode = "collective"', "only servers are asynchronous"),
-            (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of servers do not meet"),
-            (served and self.adaptive_localsgd, "adaptive_localsgd", 'mode = "ps"', "trainers of servers do not meet"),
+            (served and self.localsgd, "localsgd", 'mode = "ps"', "trainers of parameter servers do not synchronise among themselves"),
+            (
+                served and self.adaptive_localsgd,
+                "adaptive_localsgd",
+                'mode = "ps"',
+                "trainers of parameter servers do not synchronise among themselves",
+            ),
             (served and self.use_hierarchical_allreduce, hierarchy, 'mode = "ps"', "nothing is all-reduced"),
-            (averages and half, "Local SGD", "a 16-bit wire", "what the wire loses of a parameter is lost for good"),
-            (self.quantises and not self.has_outer, int8, "averaging alone", "what the wire loses of a parameter is lost for good"),
-            (self.quantises and half, int8, "a 16-bit wire", "a bucket travels in one type"),
-            (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "it is one all-to-all of all trainers"),
-            (self.is_local and synced, "Local SGD", "sync_batch_norm", "it would meet in every layer of every step"),
-            (self.is_local and by_bucket, "Local SGD", update, "no bucket arrives in its steps"),
+            (averages and half, "Local SGD", "a 16-bit wire", "rounding errors of parameters on the wire would be permanent"),
+            (
+                self.quantises and not self.has_outer,
+                int8,
+                "averaging alone",
+                "rounding errors of parameters on the wire would be permanent",
+            ),
+            (self.quantises and half, int8, "a 16-bit wire", "a bucket is sent in one type"),
+            (self.quantises and self.use_hierarchical_allreduce, int8, hierarchy, "INT8 uses one all-to-all over all trainers"),
+            (self.is_local and synced, "Local SGD", "sync_batch_norm", "batch norm would synchronise in every layer of every step"),
+            (self.is_local and by_bucket, "Local SGD", update, "local steps exchange no buckets"),
             (self.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
-            (unused and by_bucket, update, "find_unused_parameters", "what was unused is known after the last bucket"),
-            (fuses and by_bucket, update, fused, "one update of all, or one a bucket"),
-            (unused and fuses, fused, "find_unused_parameters", "one update cannot leave some out"),
-            (self.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "an epoch's end knows of no overflow"),
-            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "one stream has nothing beside it"),
+            (unused and by_bucket, update, "find_unused_parameters", "unused parameters are only known after the last bucket"),
+            (fuses and by_bucket, update, fused, "there is either one update of everything, or one per bucket"),
+            (unused and fuses, fused, "find_unused_parameters", "a fused update cannot leave parameters out"),
+            (
+                self.scales_loss and merge.remainder == "flush",
+                'remainder = "flush"',
+                "amp",
+                "overflow is not checked at the end of an epoch",
+            ),
+            (in_order and not self.sync_nccl_allreduce, sequential, "sync_nccl_allreduce = false", "sequential execution overlaps nothing"),
             (resets and shares_state, 'momentum = "reset"', state, "momentum is part of the optimizer's state"),
             (self.has_outer and average.momentum != "local", "outer_lr", "momentum other than local", stays),
             (self.has_outer and shares_state, "outer_lr", state, stays),
@@ -435,48 +508,53 @@ class DistributedStrategy(Config):
             (synced and self.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
             (synced and self.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
             (feeds_back and not self.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
-            (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes are beside the next steps"),
+            (self.a_sync and self.overlap_push, "overlap_push", "a_sync", "asynchronous pushes already overlap the next steps"),
             (self.a_sync and self.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
             (served and self.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
             (self.sharding and self.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
             (self.sharding and cut, parts, "sharding", "a block belongs to no fragment"),
-            (self.sharding and self.quantises, int8, "sharding", "it is one all-to-all of all trainers"),
-            (self.sharding and shares_state, state, "sharding", "a trainer has a shard of it"),
-            (self.sharding and average.momentum != "local", "momentum other than local", "sharding", "a trainer has a shard of it"),
-            (self.sharding and average.buffers == "average", 'buffers = "average"', "sharding", "statistics are a trainer's, no worker's"),
-            (self.sharding and self.localsgd and local.outer_on_host, "outer_on_host", "sharding", "a trainer has a shard of it"),
-            (self.sharding and self.use_hierarchical_allreduce, hierarchy, "sharding", "its groups are those of sharding_degree"),
-            (self.sharding and self.fusion != "fleet", "fusion", "sharding", "a block is a bucket"),
+            (self.sharding and self.quantises, int8, "sharding", "INT8 uses one all-to-all over all trainers"),
+            (self.sharding and shares_state, state, "sharding", "each trainer has only a shard of it"),
+            (self.sharding and average.momentum != "local", "momentum other than local", "sharding", "each trainer has only a shard of it"),
+            (
+                self.sharding and average.buffers == "average",
+                'buffers = "average"',
+                "sharding",
+                "statistics belong to trainers, not to workers",
+            ),
+            (self.sharding and self.localsgd and local.outer_on_host, "outer_on_host", "sharding", "each trainer has only a shard of it"),
+            (self.sharding and self.use_hierarchical_allreduce, hierarchy, "sharding", "sharding_degree already defines the groups"),
+            (self.sharding and self.fusion != "fleet", "fusion", "sharding", "each block is one bucket"),
             (self.sharding and self.nccl_comm_num > 1, "nccl_comm_num above 1", "sharding", alone),
             (self.sharding and not self.sync_nccl_allreduce, "sync_nccl_allreduce = false", "sharding", alone),
             (self.sharding and unused, "find_unused_parameters", "sharding", "every block is scattered in every step"),
             (self.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
-            (self.sharding and in_order, sequential, "sharding", "gathers run beside compute"),
-            (self.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are added in a backward"),
+            (self.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
+            (self.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
         )
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Translate Fleet's older and misleading names into today's fields."""
+        """Translate Fleet's older or misleading names into the current fields."""
         return translate(data)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DistributedStrategy:
-        """Decode plain TOML data, Fleet's names included."""
+        """Decode plain TOML data, which may use Fleet's names."""
         return decode(data, cls, "strategy")
 
     @classmethod
     def load(cls, path: str | Path) -> DistributedStrategy:
         """Read a strategy file such as ``recommended.toml`` (a ``[strategy]`` table, or its keys).
 
-        An experiment file gives its ``[strategy]``. Raises ``ConfigError``, which names the file, where it cannot be read or
-        holds no strategy.
+        From an experiment file it reads ``[strategy]``. Raises ``ConfigError``, which names the file, if the
+        file cannot be read or holds no strategy.
         """
         return cls.parse(read_text(path, "fleetbench tune writes recommended.toml"), str(path))
 
     @classmethod
     def parse(cls, text: str, path: str) -> DistributedStrategy:
-        """The strategy in the text of a file at ``path``. Raises ``ConfigError`` as ``load`` does."""
+        """Return the strategy in the text of a file at ``path``. Raises ``ConfigError`` like ``load``."""
         data = read_toml(text, path, _NOT_TOML)
         if not data:
             raise ConfigError("holds no strategy", path, hint=_NO_STRATEGY)
@@ -488,19 +566,22 @@ class DistributedStrategy(Config):
         return decode(data.get("strategy", data), cls, f"{path}: strategy")
 
     def save(self, path: str | Path, *comments: str) -> None:
-        """Write a ``[strategy]`` table of what differs from the defaults, below its digest and ``comments``, each a line."""
+        """Write a ``[strategy]`` table of the fields that differ from the defaults.
+
+        Its digest and ``comments``, one per line, come first.
+        """
         header = "".join(f"# {line}\n" for line in comments)
         write_whole(Path(path), sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
 
     def changes(self) -> dict[str, Any]:
-        """What differs from Fleet's defaults, as plain TOML data."""
+        """Return the fields that differ from Fleet's defaults, as plain TOML data."""
         return difference(encode(self), encode(DistributedStrategy()))
 
     def replace(self, **changes: Any) -> DistributedStrategy:
-        """A copy with some fields changed.
+        """Return a copy with some fields changed.
 
-        A ``*_configs`` may be given as a table: the keys that it names change, the others stay.
-        Raises ``ConfigError`` for an unknown field.
+        A ``*_configs`` may be given as a table: the keys that it names change, the others stay. Raises
+        ``ConfigError`` for an unknown field.
         """
         translated = self.translate(changes)
         for name, value in translated.items():
@@ -509,7 +590,7 @@ class DistributedStrategy(Config):
         return dataclasses.replace(self, **translated)
 
     def without(self, *names: str) -> DistributedStrategy:
-        """A copy with some fields, by dotted name, at their defaults, and with them what is read with these alone."""
+        """Return a copy with the fields of these dotted names, and their dependent fields, at defaults."""
         plain, reset = DistributedStrategy(), dict[str, dict[str, Any]]()
         for name in (name.removeprefix("strategy.") for name in names):
             table, _, key = name.rpartition(".")
@@ -520,62 +601,65 @@ class DistributedStrategy(Config):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether losses are scaled against underflow, as FP16 needs it and BF16 does not."""
+        """Whether losses are scaled against underflow. FP16 needs it and BF16 does not."""
         return self.amp and self.amp_configs.dtype == "fp16"
 
     @property
     def fuses_by_cost(self) -> bool:
-        """Whether buckets follow from what an all-reduce costs and from when gradients are ready."""
+        """Whether buckets depend on the cost of an all-reduce and on when gradients are ready."""
         return self.fusion in ("merged_gradient", "optimal")
 
     @property
     def is_local(self) -> bool:
-        """Whether trainers update alone and average parameters, at fixed or adaptive steps."""
+        """Whether trainers take local steps and average parameters, with a fixed or an adaptive K."""
         return self.localsgd or self.adaptive_localsgd
 
     @property
     def averaging(self) -> Averaging:
-        """What trainers that update alone average besides parameters."""
+        """Settings of what trainers with local steps average besides parameters."""
         return self.adaptive_localsgd_configs if self.adaptive_localsgd else self.localsgd_configs
 
     @property
     def has_outer(self) -> bool:
-        """Whether rounds of Local SGD end with a step of an outer optimizer, or are those of fragments."""
+        """Whether rounds end with a step of an outer optimizer, or fragments have their own rounds."""
         return (self.is_local and self.averaging.has_outer) or (self.localsgd and self.localsgd_configs.has_fragments)
 
     @property
     def quantises(self) -> bool:
-        """Whether differences travel in INT8."""
+        """Whether differences are sent as INT8."""
         return self.localsgd and self.localsgd_configs.outer_wire == "int8"
 
     @property
     def needs_linear_optimizer(self) -> bool:
-        """Whether trainers average parameters after every update, but no state: a step of averages for ``LINEAR_OPTIMIZERS`` alone."""
+        """Whether trainers average parameters after every update, but no optimizer state.
+
+        This equals averaging gradients only for ``LINEAR_OPTIMIZERS``.
+        """
         every = self.localsgd and self.localsgd_configs.k_steps == 1
         return every and not self.has_outer and self.averaging.optimizer_state != "average"
 
     @property
     def follows_loss(self) -> bool:
-        """Whether it must be told losses."""
+        """Whether the strategy needs to know the loss."""
         return self.adaptive_localsgd and self.adaptive_localsgd_configs.variant != "qsr"
 
     @property
     def averages_state(self) -> bool:
-        """Whether trainers that update alone average their optimizers' state."""
+        """Whether trainers with local steps average their optimizers' state."""
         return self.is_local and (self.averaging.momentum == "average" or self.averaging.optimizer_state == "average")
 
     @property
     def local_steps(self) -> int:
-        """K of a fixed Local SGD schedule; 1 when trainers meet at every step."""
+        """K of a fixed Local SGD schedule; 1 if trainers synchronise at every step."""
         return self.localsgd_configs.k_steps if self.localsgd else 1
 
 
 _EXPERIMENT = frozenset({"name", "strategy", "workload", "cluster", "tune", "run"})
-"""What an experiment file may hold at its top."""
+"""Keys that the top level of an experiment file may hold."""
 
 
 def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``data`` whose values differ from ``base``, tables within tables."""
+    """Return the keys of ``data`` whose values differ from ``base``, also inside tables."""
     changed: dict[str, Any] = {}
     for key, value in data.items():
         if key in base and value == base[key]:

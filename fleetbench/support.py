@@ -1,4 +1,4 @@
-"""What an executor does not execute yet is refused by name, never silently ignored."""
+"""Executors refuse by name the fields that they do not execute yet; they never ignore one silently."""
 
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -11,18 +11,19 @@ model model_options data data_options dtype batch_size steps steps_per_epoch une
 lr_decay target_loss eval_every profile layers host
 """
 WORKLOAD: frozenset[str] = frozenset(f"workload.{name}" for name in _WORKLOAD.split())
-"""Fields of a workload that every executor carries out, or that leave its clock alone.
+"""Workload fields that every executor carries out, or that do not affect its clock.
 
-A table of layers is among them: an executor that needs a model refuses ``model = "layers"`` itself.
+A table of layers is included: an executor that needs a model refuses ``model = "layers"`` itself.
 """
 
 _RUN = "seed device backend launcher port warmup_steps startup_timeout timeout environment"
 RUN: frozenset[str] = frozenset(f"run.{name}" for name in _RUN.split())
-"""Fields of a run that every executor carries out, or, where it starts no process, that say what the layer table was measured with."""
+"""Run fields that every executor carries out, or that, for an executor without processes, describe how the
+layer table was measured."""
 
 
 def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
-    """Dotted names of the fields that differ from their defaults, with their values."""
+    """Return the dotted names and values of the fields that differ from their defaults."""
     changed: list[tuple[str, Any]] = []
     for name, default in defaults_of(type(value)).items():  # type: ignore[arg-type]  # classes are hashable
         current = getattr(value, name)
@@ -38,13 +39,14 @@ _HINTS = {
     "cluster.servers": 'set strategy.mode = "ps", which is for servers, or leave them out',
     "cluster.server_placement": 'set strategy.mode = "ps", which is for servers, or leave it out',
 }
-"""Of fields that another field makes sense of."""
+"""Hints for fields that need another field."""
 
 
 def refuse_unexecuted(value: Config, prefix: str, executes: AbstractSet[str], executor: str, hint: str = _HINT) -> None:
     """Raise ``ConfigError`` for the first changed field of ``value`` that ``executes`` does not name.
 
-    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``; ``hint`` is for fields that have none of their own.
+    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``; ``hint`` is for fields
+    without their own hint.
     """
     for name, current in changed_fields(value, prefix):
         if name not in executes:

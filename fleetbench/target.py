@@ -1,23 +1,27 @@
-"""Target: when a training has reached its loss, and what several runs say of it of which some never do."""
+"""Target: when a training run has reached its loss, and the median over runs of which some never do."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 HITS_IN_A_ROW = 3
-"""So many evaluations at or below the target count as reached, at the first of them."""
+"""Number of successive evaluations at or below the target that count as reaching it, at the first of them."""
 
 
 class Crossing(NamedTuple):
-    """Where a training reaches its target."""
+    """Point at which a training run reaches its target."""
 
     step: int
-    """Of the first of ``HITS_IN_A_ROW`` evaluations in a row at or below the target."""
+    """Step of the first of ``HITS_IN_A_ROW`` successive evaluations at or below the target."""
     smooth: float
-    """Where the line from the evaluation before it crosses the target: not only multiples of ``workload.eval_every``."""
+    """Step, interpolated from the evaluation before it, at which the loss crosses the target. Unlike
+    ``step``, it need not be a multiple of ``workload.eval_every``."""
 
 
 def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Crossing | None:
-    """The target's crossing by successive ``(step, loss)``; none where it is not confirmed, or there is no target."""
+    """Return the crossing of the target by successive ``(step, loss)``.
+
+    None if it is not confirmed, or if there is no target.
+    """
     if target is None:
         return None
     hits = [loss <= target for _, loss in evaluated]
@@ -31,6 +35,9 @@ def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Cr
 
 
 def median_arrival(times: Sequence[float | None]) -> float | None:
-    """The time by which half of the runs have arrived; none where too few have. None: a run that has not, by the end that all share."""
+    """Return the time by which half of the runs have reached the target; none if fewer have.
+
+    ``times`` has None for a run that had not reached it by the end, which is the same for all runs.
+    """
     half = (len(times) + 1) // 2
     return next(iter(sorted(time for time in times if time is not None)[max(half - 1, 0) : half]), None)

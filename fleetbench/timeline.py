@@ -14,7 +14,8 @@ COMMUNICATION = "communication"
 HOST = "host"
 TIMELINE_FILE = "timeline.json.gz"
 MOST_EVENTS = 1_000_000
-"""Spans of one timeline. More are not written, and ``skipped`` says so: Perfetto takes minutes, and the file gigabytes."""
+"""Largest number of spans in a timeline. Longer timelines are not written, and ``skipped`` says so, because
+Perfetto would take minutes and the file gigabytes."""
 
 _MOST_BYTES = 300 * MOST_EVENTS
 
@@ -23,33 +24,37 @@ _MOST_BYTES = 300 * MOST_EVENTS
 class Span:
     """One span on one track.
 
-    Names are the same in every executor: ``forward``, ``backward``, ``wait``, ``update``,
-    ``merge``, ``all_reduce 3`` (the bucket), and, on a track of its own because it lies within the
-    backward, ``start 3`` for what bucket 3 takes from it as it becomes ready.
+    Names are the same in every executor: ``forward``, ``backward``, ``wait``, ``update``, ``merge`` and
+    ``all_reduce 3`` (the bucket). ``start 3``, the part of the backward that starts bucket 3, lies within the
+    backward and so has its own track.
     """
 
     rank: int
+    """Rank of the track."""
     stream: str
-    """``compute``, ``communication``, with the communicator's number after it where there are several, ``update`` or ``host``."""
+    """Stream of the track: ``compute``, ``communication`` (with the communicator's number if there are
+    several), ``update`` or ``host``."""
     name: str
     start_ns: int
+    """Start in ns on rank 0's clock."""
     duration_ns: int
+    """Length in ns."""
 
 
 def start_name(bucket: int) -> str:
-    """The name of the span in which a bucket is packed and its collective started, or what else is done as it becomes ready."""
+    """Return the name of the span in which a bucket is packed and its collective started."""
     return f"start {bucket}"
 
 
 Track = tuple[int, str, int]
-"""A rank, a stream, and a row of it."""
+"""A rank, a stream, and a row within the stream."""
 
 
 def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
-    """The spans in order, each with where it is drawn.
+    """Return the spans in order, each with its track.
 
-    Collectives of one stream that are under way together have rows of their own; spans of other streams lie
-    within each other at most, and share one.
+    Collectives of one stream that overlap get different rows. Spans of other streams are at most nested, and
+    share a row.
     """
     ends: dict[tuple[int, str], list[int]] = {}
     placed = []
@@ -63,7 +68,10 @@ def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
 
 
 def read_timeline(path: Path) -> tuple[Span, ...]:
-    """The spans that ``write_timeline`` wrote, rounded to nanoseconds. Raises ``ConfigError`` for any other file."""
+    """Return the spans that ``write_timeline`` wrote, rounded to nanoseconds.
+
+    Raises ``ConfigError`` for other files.
+    """
     with reading(path, "run the experiment again"):
         with gzip.open(path) as file:
             text = file.read(_MOST_BYTES + 1)
@@ -79,7 +87,7 @@ def read_timeline(path: Path) -> tuple[Span, ...]:
 
 
 def write_timeline(path: Path, spans: Iterable[Span]) -> None:
-    """Write a Chrome trace, compressed: a process a rank, a thread a track. Equal spans give equal bytes."""
+    """Write a compressed Chrome trace: a process per rank, a thread per track. Output is deterministic."""
     placed = on_tracks(spans)
     threads = {track: thread for thread, track in enumerate(sorted({track for track, _ in placed}))}
     events: list[dict[str, Any]] = [

@@ -1,14 +1,14 @@
-"""Traces: X of ranks and steps as a file recorded them, which ``kind = "trace"`` replays.
+"""Traces: X of ranks and steps recorded in a file, which ``kind = "trace"`` replays.
 
-The file is Parquet or CSV, gzip or not, with a row a rank and step: ``rank``, ``step``, and one of
+The file is Parquet or CSV, gzip or not, with one row per rank and step: ``rank``, ``step``, and one of
 
 - ``x``: X itself, at least 0;
-- ``compute_s`` (or ``compute_ms``, ``compute_us``, ``compute_ns``), or ``forward_s`` and ``backward_s`` as a
-  run's ``steps.parquet`` has them: seconds of compute, of which X is what exceeds ``base``, the entry's own or
-  else the file's shortest time: X = compute / base - 1.
+- ``compute_s`` (or ``compute_ms``, ``compute_us``, ``compute_ns``), or ``forward_s`` and ``backward_s`` as in
+  a run's ``steps.parquet``: seconds of compute. X = compute / base - 1, where ``base`` is the entry's own, or
+  else the shortest time in the file.
 
-Steps count by their order: the run's step 1 is the trace's first step numbered 1 or higher, a run that is
-longer starts over, and warm-up steps are those in front of where it starts over. Every rank has every step.
+Steps count in order: the run's step 1 is the trace's first step numbered 1 or higher, and a longer run starts
+over. Warm-up steps are the last ones of the trace, as if it had started over. Every rank has every step.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Integers = npt.NDArray[np.int64]
 
 FORMAT = "Parquet or CSV with the columns rank, step, and x, compute_s, or forward_s and backward_s"
 UNITS = {"compute_ms": 1e3, "compute_us": 1e6, "compute_ns": 1e9}
-"""Columns that are read as ``compute_s``, and how many of their units a second has."""
+"""Columns that are read as ``compute_s``, with the number of their units per second."""
 _PARQUET = b"PAR1"
 
 
 def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, where: str) -> Floats:
-    """X by rank and step, shape ``(len(ranks), len(steps))``; ``where`` is what errors call the entry.
+    """Return X by rank and step, shape ``(len(ranks), len(steps))``; ``where`` names the entry in errors.
 
-    Raises ``ConfigError`` for a file that cannot be read or is of another format, that lacks a rank or a step of one,
-    and for a ``base`` longer than its shortest time.
+    Raises ``ConfigError`` for a file that cannot be read, has another format, or lacks a rank or a step, and
+    for a ``base`` longer than the shortest time.
     """
     x = _recorded(path, base_ns, where)
     missing = [int(rank) for rank in ranks if rank >= len(x)]
@@ -51,7 +51,7 @@ def replayed(path: str, base_ns: int | None, ranks: Integers, steps: Integers, w
 
 
 def read_table(path: str | Path, where: str) -> pd.DataFrame:
-    """A table in Parquet or CSV, gzip or not. Raises ``ConfigError`` for any other file."""
+    """Return a table from Parquet or CSV, gzip or not. Raises ``ConfigError`` for any other file."""
     import pandas as pd
     from pyarrow import ArrowException
 
@@ -78,9 +78,10 @@ def read_table(path: str | Path, where: str) -> pd.DataFrame:
 
 
 def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: str) -> Floats:
-    """Sums of the columns ``values`` in an array by rank and step, steps below 1 left out.
+    """Return sums of the columns ``values`` as an array by rank and step, without steps below 1.
 
-    Raises ``ConfigError`` where ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value is no number.
+    Raises ``ConfigError`` if ranks are not numbered from 0, or a rank lacks a step, has one twice, or a value
+    is no number.
     """
     frame = frame.assign(rank=_numbers(frame["rank"]), step=_numbers(frame["step"]))
     for name in ("rank", "step"):
@@ -104,7 +105,7 @@ def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: s
 
 
 def compute_columns(frame: pd.DataFrame) -> list[str] | None:
-    """The columns that add up to seconds of compute; none where there are none."""
+    """Return the columns that add up to seconds of compute; none if the table has none."""
     for names in (["compute_s"], ["forward_s", "backward_s"]):
         if set(names) <= set(frame.columns):
             return names
@@ -118,7 +119,7 @@ def _numbers(column: Any) -> Any:
 
 
 def _recorded(path: str, base_ns: int | None, where: str) -> Floats:
-    """X of the whole file by rank and step."""
+    """Return X of the whole file by rank and step."""
     frame = read_table(path, where)
     lacking = [name for name in ("rank", "step") if name not in frame.columns]
     is_x = "x" in frame.columns

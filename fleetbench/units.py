@@ -1,4 +1,4 @@
-"""How reports and answers write numbers: each with the unit and the digits that a reader needs."""
+"""Formats of numbers in reports and answers: each with its unit and as many digits as a reader needs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,18 @@ from fleetbench.config import flat
 
 NONE = "–"  # noqa: RUF001  # an en dash stands for a missing number in a table
 _MOST_LISTED = 4
-"""Items of a setting that a line spells out."""
+"""Largest number of items of a setting that a line lists."""
 _PREFIXES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _RATES = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 
 
 def milliseconds(value_s: float | None, *, sign: bool = False) -> str:
-    """Seconds as milliseconds, without the unit: ``12.3``, ``1.234``; with ``sign`` ``+12.3``."""
+    """Format seconds as milliseconds, without the unit: ``12.3``, ``1.234``; with ``sign`` ``+12.3``."""
     return NONE if value_s is None else f"{value_s * 1e3:{'+' if sign and value_s > 0 else ''},.{_decimals(value_s * 1e3)}f}"
 
 
 def seconds(value_s: float | None) -> str:
-    """Seconds with the unit that suits their size."""
+    """Format seconds with the unit that suits their size."""
     if value_s is None:
         return NONE
     scale, unit = next(((scale, unit) for scale, unit in _PREFIXES if abs(value_s) >= scale), _PREFIXES[1])
@@ -26,12 +26,12 @@ def seconds(value_s: float | None) -> str:
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
-    """A share as per cent: ``4.2 %``, with ``sign`` ``+4.2 %``."""
+    """Format a share as per cent: ``4.2 %``, with ``sign`` ``+4.2 %``."""
     return NONE if share is None else f"{100 * share:{'+' if sign else ''}.1f} %"
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes with a decimal prefix."""
+    """Format bytes with a decimal prefix."""
     if nbytes is None:
         return NONE
     for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -41,7 +41,7 @@ def size(nbytes: float | None) -> str:
 
 
 def rate(bits_per_s: float | None) -> str:
-    """Bits per second, with the decimal prefix that suits their size."""
+    """Format bits per second with a decimal prefix."""
     if bits_per_s is None:
         return NONE
     scale, unit = next((each for each in _RATES if bits_per_s >= each[0]), _RATES[-1])
@@ -49,12 +49,12 @@ def rate(bits_per_s: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A factor: ``1.234x``."""
+    """Format a factor: ``1.234x``."""
     return NONE if value is None else f"{value:.3f}x"
 
 
 def number(value: Any) -> str:
-    """Any value of a summary as a reader wants it: integers whole, other numbers to five digits."""
+    """Format any value of a summary: integers in full, other numbers to five digits."""
     if value is None:
         return NONE
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -63,7 +63,7 @@ def number(value: Any) -> str:
 
 
 def changes(data: Mapping[str, Any]) -> str:
-    """What a strategy changes, in one line."""
+    """Describe a strategy's changes in one line."""
     return ", ".join(f"{key} = {_setting(value)}" for key, value in flat(data)) or "Fleet's defaults"
 
 

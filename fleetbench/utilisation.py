@@ -1,7 +1,7 @@
-"""Utilisation: what one trainer, which is one GPU, does in a second, and how much of its GPU that takes.
+"""Utilisation: throughput of one trainer, which is one GPU, and the share of its GPU that it uses.
 
-Model FLOPs utilisation (MFU; Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is the FLOPs that a model's
-forward and backward need, per second, as a share of the GPU's peak. What is computed again (``strategy.recompute``)
+Model FLOPs utilisation (MFU; Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B) is the FLOPs of a
+model's forward and backward, per second, as a share of the GPU's peak. Recomputation (``strategy.recompute``)
 does not count, and a causal mask saves nothing.
 """
 
@@ -15,22 +15,24 @@ from fleetbench.profile import profile_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utilisation(Config):
-    """One trainer's rates, and its memory."""
+    """Throughput and memory of one trainer."""
 
     samples_per_s: float
+    """Samples per second."""
     tokens_per_s: float | None = None
-    """Tokens per second; none where ``workload.data_options`` has no ``length`` of a sample."""
+    """Tokens per second; none if ``workload.data_options`` has no ``length`` of a sample."""
     mfu: float | None = None
-    """Model FLOPs utilisation; none, as the next two, where no estimate has counted FLOPs."""
+    """Model FLOPs utilisation. Like the next two fields, none if no estimate has counted FLOPs."""
     peak_flops_s: float | None = None
-    """FLOP/s of dense products that the GPU's data sheet gives in ``precision``."""
+    """Peak FLOP/s of dense products in ``precision``, from the GPU's data sheet."""
     precision: str | None = None
+    """Precision of ``peak_flops_s``."""
     memory_bytes: int | None = None
-    """Bytes that a trainer needs at most; none where no profile says."""
+    """Peak memory of a trainer in bytes; none if no profile has it."""
 
     @property
     def line(self) -> str:
-        """In words."""
+        """Description in words."""
         parts = [f"{self.samples_per_s:,.4g} samples/s"]
         parts += [f"{self.tokens_per_s:,.0f} tokens/s"] if self.tokens_per_s is not None else []
         parts += [f"MFU {units.percent(self.mfu)} of {self.peak}"] if self.mfu is not None else []
@@ -39,12 +41,15 @@ class Utilisation(Config):
 
     @property
     def peak(self) -> str:
-        """What ``mfu`` is a share of, in words."""
+        """Peak rate that ``mfu`` refers to, in words."""
         return f"{(self.peak_flops_s or 0) / 1e12:,.4g} TFLOP/s (dense {self.precision})"
 
 
 def utilisation(experiment: Experiment, step_s: float, memory_bytes: int | None = None) -> Utilisation:
-    """The utilisation at so many seconds of a step, which is one forward and backward of ``workload.batch_size`` samples."""
+    """Return the utilisation for a step time in seconds.
+
+    A step is one forward and backward of ``workload.batch_size`` samples.
+    """
     profile, length = profile_of(experiment), experiment.workload.data_options.get("length")
     samples_per_s = experiment.workload.batch_size / step_s
     flops = None if profile is None else profile.flops

@@ -1,4 +1,4 @@
-"""Vectors: what the last layer gave for every sample, by the sample's id; their files, and how far two sets of them are apart.
+"""Vectors: outputs of the last layer for every sample, by the sample's id; their files and differences.
 
 A file is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32).
 """
@@ -26,56 +26,56 @@ FILE = "vectors.parquet"
 ID, VECTOR = "id", "vector"
 """Columns of the file: strings, and lists of float32 of one fixed size."""
 WORST = 10
-"""Samples that a comparison names."""
+"""Number of samples with the largest differences that a comparison lists."""
 
 _NAMED = 3
-"""Ids that an error names, where there are more."""
+"""Largest number of ids that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """A vector a sample. Raises ``ConfigError`` where an id comes twice."""
+    """One vector per sample. Raises ``ConfigError`` if an id occurs twice."""
 
     ids: tuple[str, ...]
     values: Values
-    """``(samples, length)``."""
+    """Vectors, shape ``(samples, length)``."""
     source: str
-    """Where they come from, for errors and tables."""
+    """Source of the vectors, for errors and tables."""
 
     def __post_init__(self) -> None:
         refuse_repeated(self.ids, self.source)
 
     @property
     def length(self) -> int:
-        """Numbers of a vector."""
+        """Length of a vector."""
         return int(self.values.shape[1])
 
 
 def refuse_repeated(ids: Sequence[str], where: str) -> None:
-    """Raise ``ConfigError`` for ids that come more than once, naming some."""
+    """Raise ``ConfigError`` for ids that occur more than once, listing some."""
     names = pd.Index(ids)
     if repeated := names[names.duplicated()].unique().tolist():
         raise ConfigError("a sample comes twice", where, name_some(repeated), "one vector for every id")
 
 
 def name_some(ids: Sequence[str]) -> str:
-    """The first few ids, and how many more there are."""
+    """Return the first few ids, and how many more there are."""
     more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
     return ", ".join(repr(name) for name in ids[:_NAMED]) + more
 
 
 def write_vectors(path: Path, ids: Sequence[str], values: Values) -> None:
-    """Write vectors ``(samples, length)`` with their ids, as Parquet. Raises ``OSError`` where the disk refuses."""
+    """Write vectors ``(samples, length)`` with their ids, as Parquet. Raises ``OSError`` if writing fails."""
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
     # no two ids, and hardly two numbers, are alike
     pq.write_table(pa.table({ID: pa.array(ids, pa.string()), VECTOR: vectors}), path, use_dictionary=False)
 
 
 def read_vectors(path: Path) -> Vectors:
-    """The vectors of a file, or of an evaluation's folder.
+    """Read the vectors of a file, or of an evaluation's folder.
 
-    Raises ``ConfigError`` for a file that cannot be read, that holds other types than float32, lists of
-    several lengths, or an id twice.
+    Raises ``ConfigError`` for a file that cannot be read, types other than float32, lists of several lengths,
+    or an id that occurs twice.
     """
     if path.is_dir():
         if not (path / MANIFEST).is_file() or not (path / FILE).is_file():
@@ -89,7 +89,7 @@ def read_vectors(path: Path) -> Vectors:
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     ids, vectors = (types.get(name, pa.null()) for name in (ID, VECTOR))
     is_named = pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids)
-    if not is_named or getattr(vectors, "value_type", None) != pa.float32():  # nothing is cast in silence
+    if not is_named or getattr(vectors, "value_type", None) != pa.float32():  # no silent casts
         hint = "write the ids that the evaluation has, and vectors as float32"
         found = ", ".join(f"{name}: {kind}" for name, kind in types.items())
         raise ConfigError(f"needs {ID}, text or whole numbers, and {VECTOR}, lists of float32", str(path), found, hint)
@@ -106,14 +106,18 @@ def read_vectors(path: Path) -> Vectors:
 
 
 def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict[str, Any]:
-    """Lay vectors side by side by their samples' ids, in whatever order either has them; as JSON's data, None for what is not finite.
+    """Compare vectors by their samples' ids, in any order.
 
-    Of a sample: ``cosine`` of the angle (1 where both vectors are zero, 0 where one is); ``difference``, the largest absolute one of a
-    number, which is at place ``component``; ``relative``, its share of the largest magnitude in the offline vector. Where a vector
-    holds NaN or infinity, or only the offline one is zero, ``relative`` is infinite. A sample whose ``relative`` is above ``tolerance``
-    is past it; ``worst`` holds those with the largest. ``num_equal`` counts vectors equal to the bit, but for the sign of a zero.
+    Returns JSON data, with None for non-finite numbers.
 
-    Raises ``ConfigError`` for vectors of another length, and for samples that only one side has.
+    For each sample: ``cosine`` of the angle (1 if both vectors are zero, 0 if one is); ``difference``, the
+    largest absolute difference of a component, whose index is ``component``; and ``relative``, its ratio to
+    the largest magnitude in the offline vector. ``relative`` is infinite if a vector holds NaN or infinity,
+    or if only the offline vector is zero. ``num_past`` counts samples with ``relative`` above ``tolerance``;
+    ``worst`` lists the largest. ``num_equal`` counts vectors that are bitwise equal, except for the sign of
+    zero.
+
+    Raises ``ConfigError`` for vectors of different lengths, and for samples that only one side has.
     """
     found = _differences(offline, online)
     finite = found[np.isfinite(found["difference"])]
@@ -139,7 +143,7 @@ def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict
 
 
 def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
-    """Of every offline sample the row of its online vector."""
+    """Return the row of the online vector for every offline sample."""
     if offline.length != online.length:
         hint = f"both of one layer of one model: {offline.source} has {offline.length}"
         raise ConfigError("vectors of another length", online.source, f"{online.length} numbers", hint)
@@ -156,7 +160,7 @@ def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
 
 
 def _differences(offline: Vectors, online: Vectors) -> pd.DataFrame:
-    """A row a sample, in the order of ``offline``; see ``compare_vectors``."""
+    """Return a row per sample, in the order of ``offline``; see ``compare_vectors``."""
     a, b = offline.values, online.values[_rows(offline, online)]  # noqa: PD011  # no table of pandas'
     usable = np.isfinite(a) & np.isfinite(b)
     finite = np.asarray(usable.all(axis=1))
@@ -184,6 +188,6 @@ def _differences(offline: Vectors, online: Vectors) -> pd.DataFrame:
 
 
 def _spread(values: pd.Series) -> dict[str, float]:
-    """Of shares, those that are infinite count in ``max`` alone."""
+    """Return ``max``, ``p95`` and ``mean``. Infinite values only count in ``max``."""
     finite = values[np.isfinite(values)]
     return {"max": float(values.max()), "p95": float(finite.quantile(0.95)), "mean": float(finite.mean())}

@@ -1,4 +1,4 @@
-"""Workload: what is trained, on which data, with which optimizer."""
+"""Workload: the model, its data and its optimizer."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,13 +8,13 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import LARGEST, Bytes, Nanoseconds, Steps
 
 LAYERS = "layers"
-"""The model name that means: a table of layers in the experiment file."""
+"""Model name for a table of layers in the experiment file."""
 
 EXAMPLE_LAYERS = 'layers = [{ name = "block", params = 31_250, forward = "2.5 ms", backward = "5 ms", repeat = 20 }]'
-"""A table of layers, as a file writes it."""
+"""A table of layers as it is written in a file."""
 
 MOST_REPEATS = 10**6
-"""Largest ``repeat`` of one entry of ``workload.layers``: each is a layer of the table."""
+"""Largest ``repeat`` of an entry of ``workload.layers``. Each repetition is a layer of the table."""
 
 OPTIMIZER_STATE: dict[str, tuple[str, ...]] = {
     "sgd": (),
@@ -22,28 +22,33 @@ OPTIMIZER_STATE: dict[str, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "adam": ("exp_avg", "exp_avg_sq"),
 }
-"""The tensors that an optimizer keeps for each parameter, in its shape, by torch's names."""
+"""Tensors that an optimizer keeps for each parameter, in the parameter's shape, by torch's names."""
 
 LINEAR_OPTIMIZERS = ("sgd", "momentum")
-"""Of their steps from one state the average is a step of averages, so that Local SGD needs nothing but the parameters."""
+"""Optimizers for which the average of steps from one state is a step of averages. Local SGD then averages
+only the parameters."""
 
 ModelOption = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec(Config):
-    """One entry of ``workload.layers``: a layer, repeated."""
+    """One entry of ``workload.layers``: a layer, possibly repeated."""
 
     name: str
+    """Name of the layer."""
     params: int | None = None
-    """Elements of the layer's gradient, where it has one; 0: it has none."""
+    """Elements of the layer's gradient if it has at most one; 0: none."""
     tensors: tuple[int, ...] = ()
-    """Elements of each of its gradients, where it has several."""
+    """Elements of each gradient if the layer has several."""
     forward: Nanoseconds
+    """Time of the layer's forward."""
     backward: Nanoseconds
+    """Time of the layer's backward."""
     buffers: Bytes = Bytes(0)
-    """Its buffers, such as batch-norm statistics, all together."""
+    """Total size of the layer's buffers, such as batch-norm statistics."""
     repeat: int = 1
+    """Number of such layers in a row."""
 
     def _validate(self) -> None:
         if (self.params is None) != bool(self.tensors) or min((self.params or 0, *self.tensors)) < 0:
@@ -54,37 +59,41 @@ class LayerSpec(Config):
 
     @property
     def gradients(self) -> dict[str, int]:
-        """Elements by name: one is ``weight``, several are numbered."""
+        """Elements of the gradients by name: a single one is ``weight``, several are numbered."""
         return {f"tensor{place}": numel for place, numel in enumerate(self.tensors)} or ({"weight": self.params} if self.params else {})
 
     @property
     def names(self) -> list[str]:
-        """Names of its layers: its own, or with an index after it where it repeats."""
+        """Names of the layers: the entry's own name, followed by an index if it repeats."""
         return [self.name] if self.repeat == 1 else [f"{self.name}{index}" for index in range(self.repeat)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork(Config):
-    """What a step of declared layers costs beside them; ``fleetbench.plan.layers`` says when batches are waited for."""
+    """Costs of a step of declared layers besides the layers.
+
+    ``fleetbench.plan.layers`` defines when a step waits for a batch.
+    """
 
     read: Nanoseconds = Nanoseconds(0)
-    """The loop's own work, every step."""
+    """Time of the loop's own work in every step."""
     load: Nanoseconds = Nanoseconds(0)
-    """Making one batch."""
+    """Time to make one batch."""
     loaders: int = 0
-    """Processes of a trainer that make batches beside its compute; 0: the loop makes them itself."""
+    """Processes per trainer that make batches in parallel with compute; 0: the loop makes them itself."""
     prefetch: int = 2
-    """Batches that one of them may be ahead."""
+    """Batches that each of these processes may be ahead."""
     fetch: Nanoseconds = Nanoseconds(0)
-    """Reading results back, every ``strategy.fetch_every_n_steps`` steps."""
+    """Time to read results back, every ``strategy.fetch_every_n_steps`` steps."""
     update: Nanoseconds = Nanoseconds(0)
-    """One optimizer step over all parameters."""
+    """Time of one optimizer step over all parameters."""
     merge: Nanoseconds = Nanoseconds(0)
-    """Packing differences and applying their average, at a merge of Local SGD; an outer optimizer's step takes 8/10 of it besides."""
+    """Time to pack differences and apply their average, when Local SGD merges. An outer optimizer's step
+    takes another 8/10 of it."""
     per_collective: Nanoseconds = Nanoseconds(0)
-    """Host time that starting a collective takes from compute."""
+    """Host time per collective to start it, taken from compute."""
     pack: Nanoseconds = Nanoseconds(0)
-    """Copying all gradients into their buckets."""
+    """Time to copy all gradients into their buckets."""
 
     def _validate(self) -> None:
         at_least(self, 0, *(name for name in field_types(HostWork) if name != "prefetch"))
@@ -93,10 +102,12 @@ class HostWork(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LrDecay(Config):
-    """From ``step`` on (counted from 1) the learning rate is multiplied by ``factor``."""
+    """Change of the learning rate: from ``step`` on (counted from 1) it is multiplied by ``factor``."""
 
     step: int
+    """First step with the changed rate, counted from 1."""
     factor: float
+    """Factor on the learning rate."""
 
     def _validate(self) -> None:
         at_least(self, 1, "step")
@@ -108,8 +119,11 @@ class LossCurve(Config):
     """A declared loss: ``floor + (start - floor) / 2 ** (step / half_life)``."""
 
     start: float
+    """Loss at step 0."""
     floor: float
+    """Loss that the curve approaches."""
     half_life: Steps
+    """Steps in which the distance to the floor halves."""
 
     def _validate(self) -> None:
         at_least(self, 0, "half_life", above=True)
@@ -117,15 +131,17 @@ class LossCurve(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(Config):
-    """What one trainer does in a step: one forward and backward over ``batch_size`` samples."""
+    """Work of one trainer: each step is one forward and backward over ``batch_size`` samples."""
 
     model: str = "digits_mlp"
-    """A registry model, ``layers``, or the ``config.json`` of a model as Hugging Face publishes it."""
+    """Model: a name in the registry, ``layers``, or the ``config.json`` of a model as Hugging Face publishes
+    it."""
     model_options: dict[str, ModelOption] = field(default_factory=dict)
+    """Options of the registry model, such as its sizes."""
     data: str = "digits"
-    """``digits``, ``synthetic``, ``pydocs``, or ``imagenet:DIR``, ``text:FILE``."""
+    """Data: ``digits``, ``synthetic``, ``pydocs``, ``imagenet:DIR`` or ``text:FILE``."""
     data_options: dict[str, ModelOption] = field(default_factory=dict)
-    """Sizes of the data, such as ``image_size``, ``length`` or ``workers`` that decode."""
+    """Options of the data, such as ``image_size``, ``length``, or ``workers`` that decode."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and gradients."""
     batch_size: int = 32
@@ -133,26 +149,34 @@ class Workload(Config):
     steps: int = 600
     """Counted steps per trainer."""
     steps_per_epoch: int | None = None
-    """Default: from the data."""
+    """Steps per epoch. Default: as many as the data gives."""
     uneven_data: Literal["cut", "pad"] = "cut"
-    """What happens to samples that do not fill a step of every trainer: left out, or filled up."""
+    """Treatment of samples that do not fill a step of every trainer: left out, or filled up."""
     unlike_data: float = 0.0
-    """Share of a trainer's samples that come from a part of the data of its own: from few classes, or from one part of a text."""
+    """Share of a trainer's samples that come from its own part of the data: from a few classes, or from one
+    part of a text."""
     optimizer: Literal["sgd", "momentum", "adagrad", "adam"] = "sgd"
+    """Optimizer of the parameters."""
     lr: float = 0.1
+    """Learning rate."""
     momentum: float = 0.9
     """Coefficient of the ``momentum`` optimizer."""
     weight_decay: float = 0.0
+    """Coefficient of weight decay."""
     lr_decay: tuple[LrDecay, ...] = ()
+    """Changes of the learning rate, which multiply."""
     target_loss: float | None = None
-    """Mean loss on the held-out split that counts as trained."""
+    """Mean loss on the held-out split at which training counts as done."""
     eval_every: int = 20
+    """Steps between two evaluations on the held-out split."""
     profile: str | None = None
-    """File of measured layer tables."""
+    """Path of a file with measured layer tables."""
     layers: tuple[LayerSpec, ...] = ()
+    """Table of layers, for ``model = "layers"``."""
     host: HostWork | None = None
-    """Of declared layers; for a registry model the profile measures it."""
+    """Host work of declared layers. For a registry model, the profile measures it."""
     loss_curve: LossCurve | None = None
+    """Declared loss, for runs that train nothing."""
 
     def _validate(self) -> None:
         at_least(self, 1, "batch_size", "steps", "eval_every", "steps_per_epoch")
@@ -187,7 +211,10 @@ class Workload(Config):
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
 
     def _check_sums(self) -> None:
-        """A run's counters have 64 bits; a trainer sends at most twice its gradients in a step."""
+        """Raise ``ConfigError`` if bytes or nanoseconds exceed the 64 bits of a run's counters.
+
+        A trainer sends at most twice its gradients per step.
+        """
         params = sum(sum(spec.gradients.values()) * spec.repeat for spec in self.layers)
         compute_ns = sum((spec.forward + spec.backward) * spec.repeat for spec in self.layers)
         bytes_sent = 2 * params * (8 if self.dtype == "float64" else 4)

@@ -102,6 +102,7 @@ assert "| `fetch_every_n_steps` | list of integer | `[1, 10]` | Values of `strat
 """What docs/extending.md says of the parameter, asked of packages that have it."""
 
 
+@pytest.mark.slow
 def test_a_search_parameter_is_a_line(tmp_path: Path) -> None:
     """In copies of the packages, with the page's line in the place of the field's own and nothing else changed."""
     for folder in ("fleetbench", "sim", "real", "tuner", "docs"):

@@ -1,9 +1,10 @@
-"""Bias: by how much the simulator errs for a strategy, beside what it errs for the default; learnt from legs of a few strategies.
+"""Bias: the simulator's error for a strategy relative to its error for the default, learnt from a few legs.
 
-log(real / simulated) of a strategy, less that of the default, is taken for a sum: an effect of its family (same arithmetic, rounded
-wire, other training), one of every parameter that it has otherwise than the default, and a residual of its own. All are normal
-about 0; how large they are is one of ``SCALES``, weighed by what was measured. So a family's effect is the mean of its residuals,
-shrunk towards 0, and what few legs say of a strategy that did not run is said with a deviation.
+log(real / simulated) of a strategy, minus that of the default, is modelled as a sum: an effect of its family
+(same arithmetic, rounded wire, other training), one effect for every parameter that differs from the
+default's, and a residual. All are normal with mean 0. Their size is one of ``SCALES``, weighted by the
+measurements. So a family's effect is the mean of its residuals, shrunk towards 0, and predictions for a
+strategy that has not run have a standard deviation.
 """
 
 import functools
@@ -19,13 +20,13 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.space import parameters_of
 
 SCALES = (0.01, 0.04, 0.12, 0.35)
-"""Deviations of a family's effect, in logarithms."""
+"""Standard deviations of a family's effect, in logarithms."""
 PARAMETER = 0.5
-"""Deviation of the effect of one parameter's value, as a share of a family's."""
+"""Standard deviation of the effect of one parameter's value, as a share of a family's."""
 RESIDUAL, NOISE = 0.01, 0.02
-"""Deviations of a strategy's own error, and of the ratio of two legs of it to two of the default."""
+"""Standard deviations of a strategy's residual, and of the ratio of its two legs to two of the default."""
 LEAST = 0.002
-"""Expected gain, in logarithms, for which another strategy is worth its legs."""
+"""Least expected gain, in logarithms, for which another strategy is worth its legs."""
 
 
 def named(
@@ -35,10 +36,12 @@ def named(
     way: Callable[[DistributedStrategy], object] = lambda _: None,
     rejected: Container[DistributedStrategy] = (),
 ) -> DistributedStrategy | None:
-    """The strategy that should run next: of those that did not, the one with the largest expected gain, if that is at least ``LEAST``.
+    """Return the strategy to run next: the one with the largest expected gain among those that have not run.
 
-    ``measured`` and ``simulated`` are logarithms of times over the default's. A gain is over the best that was measured of its ``way`` of
-    training, the default among them; over the best of all, if none was. What is ``rejected`` tells of errors, and sets no bar.
+    None if that gain is below ``LEAST``. ``measured`` and ``simulated`` are logarithms of times over the
+    default's. A gain is relative to the best measured strategy of its ``way`` of training, including the
+    default; if none of that way was measured, to the best of all. ``rejected`` strategies inform about
+    errors, but are no baseline.
     """
     others = [strategy for strategy in simulated if strategy not in measured and strategy != default]
     if not others or not measured:
@@ -57,7 +60,10 @@ def named(
 def corrections(
     default: DistributedStrategy, measured: Mapping[DistributedStrategy, float], others: Sequence[DistributedStrategy]
 ) -> tuple[Floats, Floats]:
-    """Mean and deviation of log(real / simulated) of ``others``, less the default's; ``measured`` says it of some. Shapes ``(others,)``."""
+    """Return mean and standard deviation of log(real / simulated) of ``others``, minus the default's.
+
+    ``measured`` has it for some strategies. Shapes ``(others,)``.
+    """
     errors = np.array([*measured.values()], dtype=np.float64)
     base, known, asked = (np.array([*map(_features, some)]) for some in ([default], [*measured], others))
     among_known, to_known, differs = _covariance(known, known, base), _covariance(asked, known, base), asked != base
@@ -77,20 +83,23 @@ def corrections(
 
 
 def improvement(best: Floats, mean: Floats, deviation: Floats) -> Floats:
-    """Expected gain over ``best``, all in logarithms of times."""
+    """Return the expected gain over ``best``, all in logarithms of times."""
     z = (best - mean) / deviation
     return np.asarray(deviation * (z * stats.norm.cdf(z) + stats.norm.pdf(z)))
 
 
 def _covariance(some: npt.NDArray[np.str_], others: npt.NDArray[np.str_], base: npt.NDArray[np.str_]) -> Floats:
-    """Of effects beside the default's, by feature, in units of one effect's variance: 0 where a feature is the default's."""
+    """Return the covariance of effects relative to the default's, in units of one effect's variance.
+
+    It is 0 for a feature that equals the default's.
+    """
     differs = (some != base)[:, None] & (others != base)[None]
     return np.asarray(differs * (1.0 + (some[:, None] == others[None])))
 
 
 @functools.lru_cache(maxsize=32_768)
 def _features(strategy: DistributedStrategy) -> tuple[str, ...]:
-    """The two families and the parameters; sizes of buckets are told apart by factors of four."""
+    """Return the two families and the parameters; bucket sizes are distinguished by factors of four."""
     found = parameters_of(strategy)
     if isinstance(size := found["fusion"], float):
         found["fusion"] = round(math.log2(max(size, 0.01)) / 2)

@@ -1,4 +1,4 @@
-"""Budget: how long legs are, what they may take together, and the settings that say so."""
+"""Budget: the length of legs, the time that they may take together, and the settings that limit it."""
 
 import math
 
@@ -11,7 +11,7 @@ DEFAULT = "default"
 """Name of the arm that others are compared with."""
 SECONDS_PER_HOUR = 3600.0
 _AMPLE = 1.5
-"""Times what is expected, as a budget that is proposed."""
+"""Factor on the expected time, for a budget that is proposed."""
 
 
 class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error of anybody
@@ -19,14 +19,17 @@ class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error
 
 
 def largest_geo_k(experiment: Experiment) -> int:
-    """Of GeoSGD, with parameter servers: of those of ``tune.local_steps`` and the experiment's own, which Fleet may choose; 1 of none."""
+    """Return the largest K of GeoSGD, out of ``tune.local_steps`` and the experiment's own K.
+
+    1 without GeoSGD.
+    """
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
     own = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True).k_steps
     return max(1, own, *(experiment.tune.local_steps if optimizer == "sgd" else ()))
 
 
 def leg_steps_of(experiment: Experiment) -> int:
-    """``tune.leg_steps``, or as many as hold a round of every K that is searched: a step is priced in whole rounds."""
+    """Return ``tune.leg_steps``, or enough steps for a round of every searched K: only whole rounds count."""
     own, tune = Combination.of(experiment.strategy), experiment.tune
     if experiment.strategy.mode == "ps":
         return max(tune.leg_steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
@@ -37,7 +40,10 @@ def leg_steps_of(experiment: Experiment) -> int:
 
 
 def budget_of(experiment: Experiment) -> tuple[float, str]:
-    """Seconds that all trainers together may take in real runs, and the setting that says so; infinite where none does."""
+    """Return the trainer seconds that real runs may take, and the setting of this limit.
+
+    Infinite without one.
+    """
     tune, trainers = experiment.tune, experiment.cluster.trainers
     limits = [(math.inf, "")]
     if tune.budget_gpu_hours is not None:
@@ -48,7 +54,7 @@ def budget_of(experiment: Experiment) -> tuple[float, str]:
 
 
 def budget_for(experiment: Experiment, held_s: float) -> str | None:
-    """The setting of a budget with ample room for so many seconds of all trainers together; none where there is no budget."""
+    """Return a setting with ample room for this many trainer seconds; none if there is no budget."""
     _, setting = budget_of(experiment)
     if "minutes" in setting:
         return f"tune.budget_minutes = {_AMPLE * held_s / experiment.cluster.trainers / 60:.2g}"
@@ -56,6 +62,9 @@ def budget_for(experiment: Experiment, held_s: float) -> str | None:
 
 
 def seeds_of(experiment: Experiment) -> range:
-    """Of the runs to the target of each way of training, at most, the experiment's own first; a declared loss has no seed."""
+    """Return the seeds of the runs to the target of each way of training, the experiment's own first.
+
+    A declared loss has no seed.
+    """
     number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or FEWEST_SEEDS
     return range(experiment.run.seed, experiment.run.seed + number)

@@ -1,12 +1,14 @@
-"""Decide: what a tuning measures next, and its verdict, as a function of what it has measured.
+"""Decide: what a tuning measures next, and its verdict, as a function of its measurements.
 
-Three rounds: real runs rank the arms (``tuner.ranking``); where the workload has a target, runs to it from the initial parameters may
-reject an arm (``tuner.targets``); then fresh pairs of the default and the fastest arm in alternating order, until the verdict is known.
-Where that arm is rejected, fails or gains nothing, the next that promises to be faster than the default takes its place. Only the pairs
-speak in the verdict: the runs that chose a winner flatter it.
+There are three rounds. Real runs rank the arms (``tuner.ranking``). If the workload has a target, runs to it
+from the initial parameters may reject an arm (``tuner.targets``). Then fresh pairs of the default and the
+fastest arm run in alternating order until the verdict is known. If that arm is rejected, fails or gains
+nothing, the next one that promises to be faster than the default takes its place. Only the pairs count for
+the verdict, because the runs that chose a winner are biased in its favour.
 
-However many finalists are compared, in a tuning and in those that go on from it, the chance of a USE without the gain is that of one: the
-first has ``FIRST_SHARE`` of it, the next that share of what is left. One whose legs fail leaves what its looks had not spent.
+The chance of a wrong USE is that of one comparison, however many finalists are compared in a tuning and its
+continuations: the first finalist gets ``FIRST_SHARE`` of it, the next one that share of the rest. A finalist
+whose legs fail returns what its looks have not spent.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ from tuner.state import Setting, State, says
 from tuner.targets import check_target, metrics_of, missing, reaches_target, run_rates, too_few_runs, updates_of
 
 WIDE = 0.15
-"""Relative half width of a proved gain's interval above which more pairs run while there is room."""
+"""Relative half width of a proved gain's interval above which more pairs run, if the budget allows."""
 
 
 def decide(evidence: Evidence, setting: Setting) -> Run | Pair | Done:
-    """What to run next, or the verdict. Raises the ``LegFailed`` of a default that cannot be run, and of a launch that broke in a pair."""
+    """Return what to run next, or the verdict.
+
+    Raises the ``LegFailed`` of a default that cannot run, and of a launch that broke in a pair.
+    """
     state = State(setting, Ledger(setting.experiment, evidence, setting.step_s))
     found = Finalists(state)
     try:
@@ -49,7 +54,7 @@ def decide(evidence: Evidence, setting: Setting) -> Run | Pair | Done:
 
 @dataclass(slots=True)
 class Finalists:
-    """The finalist that is compared with the default, and what its pairs say."""
+    """The finalist that is compared with the default, and the results of its pairs."""
 
     state: State
     finalist: str | None = None
@@ -57,14 +62,14 @@ class Finalists:
     comparison: Comparison | None = None
     judged: Judgement | None = None
     looked: dict[str, Comparison] = field(default_factory=dict)
-    """Comparisons that had a last look, by what they compare."""
+    """Comparisons that had a last look, by their digest."""
     undecided: bool = False
-    """Measuring ended before a verdict."""
+    """Whether measuring ended before a verdict."""
     open: tuple[str, tuple[Paired, ...], Comparison, Judgement | None] | None = None
-    """The first finalist that stayed undecided, while others are compared."""
+    """First finalist that stayed undecided, while others are compared."""
 
     def measure(self, arm: Arm) -> None:
-        """Let an arm be the finalist, and run its pairs until they are judged."""
+        """Make an arm the finalist, and run its pairs until they are judged."""
         state = self.state
         self.leave()
         self.finalist, self.pairs, self.judged = arm.name, (), None
@@ -78,7 +83,7 @@ class Finalists:
         except BudgetSpent:
             if self.judged is None:
                 raise
-        except LegLost:  # both strategies have run before: it is the machine's doing, and no verdict
+        except LegLost:  # both strategies have run before, so the machine is to blame, and there is no verdict
             raise
         except LegFailed as failure:
             state.update(arm.name, rejected=f"in the comparison {says(failure)}")
@@ -87,28 +92,31 @@ class Finalists:
         if self.judged is None:
             self.judge(final=True)  # void pairs have left fewer than the limit
         else:
-            self.pairs = self.pairs[: self.judged.pairs]  # more are beside the last look
+            self.pairs = self.pairs[: self.judged.pairs]  # more pairs ran than the last look used
 
     def leave(self) -> None:
-        """Note what the pairs said, before another arm is the finalist."""
+        """Record the result of the pairs before another arm becomes the finalist."""
         if self.finalist is not None:
             verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
             self.state.notes.append(left_out(self.finalist, self.measured(), verdict))
 
     def reopen(self) -> None:
-        """Let the first finalist that stayed undecided be the finalist again, if there is one."""
+        """Make the first undecided finalist the finalist again, if there is one."""
         if self.open is not None and self.open[0] != self.finalist:
             self.leave()
             self.finalist, self.pairs, self.comparison, self.judged = self.open
 
     def is_wide(self) -> bool:
-        """Whether a gain is proved, and more pairs would say how large it is: its interval of a step is wider than ``WIDE`` either way."""
+        """Whether a gain is proved but its size is uncertain: the interval's half width exceeds ``WIDE``."""
         if self.judged is None or self.judged.verdict != "USE":
             return False
         return math.log(self.judged.step.high / self.judged.step.low) / 2 > math.log1p(WIDE)
 
     def judge(self, *, final: bool = False) -> None:
-        """Look at the pairs; ``final``: a budget has ended. What is proved stays so, with the interval of the last look that proves it."""
+        """Judge the pairs; ``final``: a budget has ended.
+
+        A proved gain stays proved, with the interval of the last look that proves it.
+        """
         state, comparison, num = self.state, self.comparison, len(self.pairs)
         if self.finalist is None or comparison is None:
             return
@@ -122,7 +130,7 @@ class Finalists:
             self.looked[comparison.among] = self.comparison
 
     def measured(self) -> str:
-        """What the pairs say, in words."""
+        """Describe the result of the pairs."""
         if self.judged is None:
             return f"has {counted(len(self.pairs), 'pair')}, and an interval needs {LEAST_PAIRS}"
         check = self.state.ways.get(self.state.way(self.finalist)) if self.finalist is not None else None
@@ -131,17 +139,17 @@ class Finalists:
         return f"measured {self.judged.speedup}{what} in {self.judged.pairs} pairs"
 
     def keep_open(self, name: str) -> None:
-        """The arm stays undecided, and is the finalist again if no other comes to be used."""
+        """Remember an undecided arm, which is the finalist again if no other is recommended."""
         assert self.comparison is not None
         self.open = self.open or (name, self.pairs, self.comparison, self.judged)
 
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Those of the evidence, with last looks at finalists' pairs."""
+        """Return the comparisons of the evidence, with last looks at finalists' pairs."""
         return tuple(one if one.closed else self.looked.get(one.among, one) for one in self.state.ledger.evidence.comparisons)
 
 
 def _reason(found: Finalists) -> str:
-    """Why the default is kept, if it is."""
+    """Return why the default is kept, if it is."""
     state = found.state
     try:
         choose(state)
@@ -158,7 +166,7 @@ def _reason(found: Finalists) -> str:
 
 
 def _compare(found: Finalists) -> str:
-    """Compare finalists with the default until one is faster, or may be; why none is."""
+    """Compare finalists with the default until one is, or may be, faster; return why none is."""
     state, compared, ruled_out = found.state, list[str](), list[str]()
     finalists = state.experiment.tune.finalists
     while left := ranked(state, compared):
@@ -178,7 +186,7 @@ def _compare(found: Finalists) -> str:
         rejected, verdict = state.arms[arm.name].rejected, None if found.judged is None else found.judged.verdict
         if rejected is None and verdict in (None, "USE"):
             return ""
-        if rejected is None and verdict == "UNDECIDED":  # others of its way would be, too; another way may be a sure gain
+        if rejected is None and verdict == "UNDECIDED":  # other arms of its way would be undecided, too; another way may be a sure gain
             found.keep_open(arm.name)
             compared += [name for name in state.arms if state.way(name) == state.way(arm.name)]
         else:
@@ -191,7 +199,7 @@ def _compare(found: Finalists) -> str:
 
 
 def _nothing_found(found: Finalists, ruled_out: list[str]) -> str:
-    """Why no arm is to be used, of which some were ``ruled_out``."""
+    """Return why no arm is recommended; some were ``ruled_out``."""
     state = found.state
     default, target = state.default.target, state.experiment.workload.target_loss
     if default is not None and ruled_out and not any(arm.target is not None and arm.target.reached for arm in state.arms.values()):
@@ -205,7 +213,10 @@ def _nothing_found(found: Finalists, ruled_out: list[str]) -> str:
 
 
 def _rule_out(state: State, name: str, *, is_slow: bool, is_followed: bool) -> None:
-    """Let another way take the arm's place, if virtual trainers know one; not its own, if that is slow and not the default's."""
+    """Let another way take the arm's place, if virtual trainers know one.
+
+    An arm's own way is excluded if it is slow and differs from the default's.
+    """
     if is_slow and state.way(name) != state.way(DEFAULT):
         state.in_vain.add(state.way(name))
     if is_followed and (arm := following(state)) is not None:
@@ -213,7 +224,7 @@ def _rule_out(state: State, name: str, *, is_slow: bool, is_followed: bool) -> N
 
 
 def _recommendation(found: Finalists, reason: str) -> Recommendation:
-    """The verdict with its evidence; it knows nothing of the search yet."""
+    """Return the verdict with its evidence, without the search."""
     state, judged, undecided = found.state, found.judged, found.undecided
     used = found.finalist if judged is not None and judged.verdict == "USE" else None
     if used is not None:
@@ -241,7 +252,7 @@ def _recommendation(found: Finalists, reason: str) -> Recommendation:
 
 
 def _noise(found: Finalists) -> Noise | None:
-    """How far equal legs differ, and how many did not count."""
+    """Return the spread of equal legs, and how many did not count."""
     num_void = found.state.ledger.num_void
     if len(found.pairs) <= LEAST_PAIRS:
         return Noise(num_void=num_void) if num_void else None
@@ -251,7 +262,7 @@ def _noise(found: Finalists) -> Noise | None:
 
 
 def _gains(found: Finalists) -> dict[str, Any]:
-    """Of the recommendation: of a step, and, where the finalist trains otherwise than the default, to the target."""
+    """Return the recommendation's gains per step and, if the finalist trains differently, to the target."""
     state, judged = found.state, found.judged
     if judged is None:
         return {}

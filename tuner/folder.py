@@ -1,13 +1,15 @@
-"""Folder: where a tuning keeps what it has, from its first leg to its verdict, so that it may be taken up again, and gone on from.
+"""Folder: state of a tuning from its first leg to its verdict, so that it can be resumed or continued.
 
-It lies below ``--out``, named by the command, if any, the Python files beside the script, what was asked for, and where that runs: the
-machine, versions, and the environment variables that experiments set. It holds the experiment that is tuned (found out, for a script),
-with its profile, the evidence, and the runs; with the recommendation it takes its name for good, and the next tuning begins again.
+It is below ``--out``. Its name is a digest of the command, if any, the Python files beside the script, the
+requested settings, and the place: the machine, versions, and the environment variables that experiments set.
+It holds the tuned experiment (for a script, as found out) with its profile, the evidence, and the runs. With
+the recommendation it gets its final name, and the next tuning starts from scratch.
 
-What another tuning takes of it depends on what has moved since. Legs hold while nothing has moved that the processes run, and with them
-the error that looks have spent; each is found by its digest, so that runs to another target, or pairs that are judged otherwise, are not.
-Links of machines that are as they are (launchers ``local`` and ``command``) move no legs, and layer times those alone whose compute is
-emulated or delayed by them. What is simulated is simulated again.
+What another tuning reuses depends on what has changed since. Legs, and the error that looks have spent,
+remain valid if nothing has changed that the processes run. Each is found by its digest, so runs to another
+target, or pairs that are judged differently, are not reused. Changed links do not invalidate legs on real
+machines (launchers ``local`` and ``command``), and invalidate layer times only if compute is emulated or
+delayed by them. Simulations are always repeated.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ from tuner.recommendation import Recommendation
 RUNS = "runs"
 _INPUTS, _PROFILE, _EVIDENCE, _EXPERIMENT = "inputs.json", "profile.toml", "evidence.json", "experiment.toml"
 _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
-"""Variables that importing scikit-learn sets in this process."""
+"""Environment variables that importing scikit-learn sets in this process."""
 _METHOD = 3
-"""Of runs to the target, where no commit tells it; 3: on a line through a script's losses, which has no warm-up."""
+"""Version of the method of runs to the target, for changes that no commit shows; 3: fitted to a script's
+losses, without warm-up."""
 _TARGET = ("target_loss", "eval_every", "steps")
 _LINKS = ("cluster.intra.", "cluster.inter.")
 FRESH_S = 3600.0
-"""Age, in seconds, up to which a script's profile is used again without being asked for."""
+"""Age in seconds up to which the profile of a script's earlier tuning is reused automatically."""
 
 
 class Folder:
-    """``claimed`` (no other process is at it) -> ``begun`` (the experiment is known) -> ``finished``, or ``discarded``."""
+    """States: ``claimed`` (locked) -> ``begun`` (experiment known) -> ``finished``, or ``discarded``."""
 
     def __init__(self, command: Sequence[str], asked: Experiment, out: Path, earlier: Path | None = None) -> None:
         self.inputs, self._out = inputs_of(command), out
@@ -59,20 +62,20 @@ class Folder:
 
     @property
     def runs(self) -> Path:
-        """Where runs are stored."""
+        """Folder in which runs are stored."""
         return self.path / RUNS
 
     def claim(self) -> None:
-        """From now on this process is at it. Raises ``ConfigError`` where another one of this host is.
+        """Lock the folder for this process. Raises ``ConfigError`` if another process of this host holds it.
 
-        Nothing is made where nothing was kept yet.
+        It creates nothing if nothing was stored yet.
         """
         self._refuse_another()
         if self.path.is_dir():
             write_whole(self.path / OWNER, json.dumps(encode(Place.here())))
 
     def experiment(self) -> Experiment | None:
-        """What was found before; none where nothing was, or where its profile is gone."""
+        """Return the experiment found earlier; none if there is none, or if its profile is gone."""
         try:
             found = Experiment.load(self.path / _EXPERIMENT)
             found.digest()  # reads the profile
@@ -81,9 +84,11 @@ class Folder:
         return found
 
     def begin(self, experiment: Experiment, evidence: Evidence) -> None:
-        """What is tuned, and what is known of it; what lies there from before is of something else.
+        """Store the tuned experiment and the known evidence.
 
-        Raises ``ConfigError`` where another process of this host has begun in the meantime.
+        An older state is of something else, and is removed.
+
+        Raises ``ConfigError`` if another process of this host has begun since.
         """
         self._refuse_another()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -96,11 +101,11 @@ class Folder:
         self.keep(evidence)
 
     def keep(self, evidence: Evidence) -> None:
-        """From now on this is the evidence."""
+        """Store the evidence."""
         write_whole(self.path / _EVIDENCE, sealed_json(encode(evidence)))
 
     def evidence(self) -> Evidence | None:
-        """What was measured before, as far as its runs are there; none where that cannot be read."""
+        """Return the stored evidence, as far as its runs exist; none if it cannot be read."""
         try:
             found = _evidence_in(self.path)
         except ConfigError:
@@ -109,7 +114,7 @@ class Folder:
         return dataclasses.replace(found, outcomes=tuple(whole))
 
     def finish(self, recommendation: Recommendation, experiment: Experiment, earlier: Earlier | None) -> Path:
-        """Give the folder the recommendation, with its runs and those of the earlier tuning's evidence, and its own name."""
+        """Add the recommendation and the earlier tuning's runs, and give the folder its final name."""
         before = [] if earlier is None else [one.run for one in earlier.evidence.inherited(0, 0.0).earlier if one.run is not None]
         for run in before:
             if not (self.runs / run).is_dir() and (earlier_run := earlier.path / RUNS / run).is_dir():  # type: ignore[union-attr]  # it has runs
@@ -122,7 +127,7 @@ class Folder:
         return self.path.rename(self._out / f"{experiment.name}-tune-{experiment.digest()}-{new_run_id()}")
 
     def discard(self) -> None:
-        """Nothing of it is to be gone on with."""
+        """Remove the folder, so that nothing is resumed."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _refuse_another(self) -> None:
@@ -141,15 +146,15 @@ class Earlier:
 
     path: Path
     experiment: Experiment
-    """As it was tuned; it names the profile that it had then."""
+    """Experiment as it was tuned; it names the profile that it had then."""
     inputs: Mapping[str, Any]
     evidence: Evidence
     learnt: Mapping[str, tuple[float, ...]]
-    """See ``Recommendation``."""
+    """Results of virtual trainers; see ``Recommendation``."""
 
     @classmethod
     def load(cls, path: Path) -> Earlier:
-        """Read what a tuning has left. Raises ``ConfigError`` where the folder holds none."""
+        """Read the folder of a complete tuning. Raises ``ConfigError`` if it is none."""
         if not all((path / name).is_file() for name in (_INPUTS, _EVIDENCE, "recommendation.json")):
             hint = "name a folder that this version's fleetbench tune has printed as that of its recommendation: runs/NAME-tune-..."
             raise ConfigError("is no folder of a complete tuning", "--from", str(path), hint)
@@ -160,7 +165,10 @@ class Earlier:
         return cls(path, experiment, inputs, _evidence_in(path), Recommendation.load(path).learnt)
 
     def script(self, asked: Experiment, inputs: Mapping[str, Any]) -> Experiment | None:
-        """What a user's script was, with its profile, under what is asked for; none where that is to be found out again."""
+        """Return a user's script with its profile under the requested settings.
+
+        None if it has to be found out again.
+        """
         old, has_target = self.experiment, asked.workload.target_loss is not None
         if self.inputs != inputs or old.run.launcher != "command" or (old.workload.target_loss is not None) != has_target:
             return None
@@ -174,7 +182,10 @@ class Earlier:
         )
 
     def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> tuple[Evidence, Moved]:
-        """The evidence that a tuning of ``experiment``, measured where ``inputs`` say, begins with; and what has moved."""
+        """Return the evidence that a tuning of ``experiment`` starts with, and what has changed.
+
+        ``inputs`` describe where it is measured.
+        """
         before, now = (dict(flat(encode(one))) for one in (self.experiment, experiment))
         moved = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("name", "workload.profile")]
         elsewhere = [name for name in inputs if self.inputs.get(name) != inputs[name]]
@@ -194,7 +205,7 @@ class Earlier:
         return self.evidence.inherited(experiment.tune.pairs, experiment.tune.min_gain) if holds else Evidence(), note
 
     def _other_times(self, experiment: Experiment) -> list[str]:
-        """That layer times differ, in words."""
+        """Describe that layer times differ."""
         both = (self.experiment, experiment)
         old, new = (None if (path := one.workload.profile) is None else file_digest(Path(path)) for one in both)
         if old == new:
@@ -204,7 +215,7 @@ class Earlier:
 
 
 def recent(out: Path, inputs: Mapping[str, Any]) -> Earlier | None:
-    """A tuning below ``out`` of the same command and files on the same machine whose profile is fresh: the freshest, or one of them."""
+    """Return the tuning below ``out`` with the freshest profile, for the same command, files and machine."""
     since = time.time() - FRESH_S
     profiles = [path for path in out.glob(f"*-tune-*/{_PROFILE}") if path.stat().st_mtime > since]
     for path in sorted(profiles, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -217,9 +228,10 @@ def recent(out: Path, inputs: Mapping[str, Any]) -> Earlier | None:
 
 
 def inputs_of(command: Sequence[str]) -> dict[str, Any]:
-    """What measurements depend on beside their experiment, as plain data: the command, its files, this code, and where it runs.
+    """Return what measurements depend on besides their experiment: command, files, this code, and place.
 
-    Of the files: those that the command names, a module after ``-m`` among them, and Python files beside them; no data.
+    Files are those that the command names, including a module after ``-m``, and Python files beside them; no
+    data.
     """
     modules = [f"{word.replace('.', '/')}.py" for option, word in pairwise(command) if option == "-m"]
     named = [Path(word) for word in (*command, *modules) if Path(word).is_file()]
@@ -237,6 +249,6 @@ def inputs_of(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _evidence_in(path: Path) -> Evidence:
-    """Raises ``ConfigError`` for what cannot be read."""
+    """Read the evidence. Raises ``ConfigError`` if it cannot be read."""
     with reading(path / _EVIDENCE, "tune without --from"):
         return decode(read_json((path / _EVIDENCE).read_text(encoding="utf-8")), Evidence, str(path / _EVIDENCE))

@@ -1,4 +1,7 @@
-"""Jobs: what is tuned, an experiment's own trainers or a user's script, with its profile and the processes that run its legs."""
+"""Jobs: what is tuned, with its profile and the processes that run its legs.
+
+This is either an experiment's own trainers or a user's script.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,21 @@ class Job:
     """What is tuned, once it is known."""
 
     experiment: Experiment
-    """With its profile."""
+    """Experiment with its profile."""
     runner: Runner
+    """Runner of its legs."""
     held_s: Callable[[], float] | None = None
-    """Seconds of all trainers together, where they are held between legs, too."""
+    """Function that returns the trainer seconds so far, if trainers are also held between legs."""
     notes: Callable[[], list[Note]] = list
-    """What a reader of the verdict must know beside it."""
+    """Function that returns notes for readers of the verdict."""
 
 
 @contextmanager
 def own_trainers(asked: Experiment, folder: Folder, out: Path, runner: Runner | None, progress: Progress | None) -> Iterator[Job]:
-    """Those of an experiment of the registry; they start with the first leg. ``runner`` stands in for them."""
+    """Yield the trainers of a registry experiment, which start with the first leg.
+
+    ``runner`` replaces them.
+    """
     experiment = folder.experiment() or asked
     if experiment.workload.model != LAYERS:
         from real.profile.measuring import ensure_profile
@@ -55,22 +62,24 @@ def own_trainers(asked: Experiment, folder: Folder, out: Path, runner: Runner | 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A user's."""
+    """A user's script."""
 
     command: tuple[str, ...]
+    """Command that starts it."""
     workdir: Path | None = None
-    """The folder that it is started in; this process's, if none."""
+    """Folder in which it starts; none: this process's folder."""
     seconds: float = 5.0
-    """That one leg of its profile may take."""
+    """Seconds that one leg of its profile may take."""
 
 
 @contextmanager
 def script_of(
     script: Script, asked: Experiment, folder: Folder, out: Path, earlier: Earlier | None, progress: Progress | None
 ) -> Iterator[Job]:
-    """A user's, which is found out and profiled where neither an interrupted, an earlier nor a recent tuning has its profile.
+    """Yield a user's script. It is examined and profiled unless an earlier tuning has its profile.
 
-    Raises ``ConfigError`` where it reports no loss, and there is a target.
+    That tuning may be an interrupted, a named or a recent one. Raises ``ConfigError`` if there is a target
+    but the script reports no loss.
     """
     kept = folder.experiment()
     before = earlier or recent(out, folder.inputs)
@@ -93,12 +102,12 @@ def script_of(
 
 
 def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    """Progress of one stage; in its name ``{}`` stands for the total."""
+    """Return the progress of one stage; ``{}`` in its name stands for the total."""
     return None if progress is None else lambda done, total: progress(name.format(total), done, total)
 
 
 def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
-    """Raise ``ConfigError`` where the profile's next leg, of so many seconds, may lie beyond the budget."""
+    """Raise ``ConfigError`` if the profile's next leg, of this many seconds, may exceed the budget."""
     (budget_s, setting), trainers = budget_of(session.experiment), session.experiment.cluster.trainers
     if session.held_s + trainers * seconds > budget_s:
         gone = f"{budget_s / SECONDS_PER_HOUR:.3g} trainer hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
@@ -106,7 +115,7 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
 
 
 def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progress | None) -> Experiment:
-    """The session's experiment with the file of its profile, which is named by what it holds."""
+    """Return the session's experiment with the file of its profile, named by its content."""
 
     def told(done: int, total: int) -> None:
         if progress is not None:

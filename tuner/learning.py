@@ -1,7 +1,7 @@
-"""Learning: how trainings reach the target, by virtual trainers; and which learning rate gets there in the fewest steps.
+"""Learning: steps to the target by virtual trainers, and the learning rate that needs the fewest.
 
-Virtual trainers train the workload of the registry as real ones would, from the parameters and on the data of a seed. The experiment's
-study keeps what they learn, so that a tuning that is taken up again has the same finalists.
+Virtual trainers train a registry workload like real ones, from the parameters and on the data of a seed. The
+experiment's study stores their results, so that a resumed tuning has the same finalists.
 """
 
 import dataclasses
@@ -27,32 +27,37 @@ from tuner.study import open_study
 Progress = Callable[[int, int], None]
 Way = tuple[object, ...]
 Reached = tuple[float, ...]
-"""An ``Arrival``; or after how many steps, one number, a training was over that had not arrived; empty: after all of them."""
+"""An ``Arrival``; or one number, the steps after which a run without arrival ended; or empty: it used all
+steps."""
 _LEARNT = "trainings to the target"
-"""Attribute of a study: what is reached, by training."""
+"""Attribute of a study with results by training."""
 _OVER = "no time is left for trainings to the target"
-"""Attribute of a study: a tuning that is taken up again begins no others, and has the same finalists."""
+"""Attribute of a study with which a resumed tuning starts no further training, so that it has the same
+finalists."""
 _FLAT = ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
 
 
 class Arrival(NamedTuple):
-    """A training that reaches its target."""
+    """A training run that reaches its target."""
 
     steps: float
-    """Of a trainer."""
+    """Number of a trainer's steps."""
     k: float = 1.0
-    """Steps of a round until then, in the mean."""
+    """Mean number of steps per round until then."""
 
 
 Learn = Callable[[Experiment, float], Arrival | None]
-"""The seam to virtual trainers: how an experiment reaches its target, none where it does not; raises ``TimeoutError`` where it takes more
-than so many seconds."""
+"""Function of virtual trainers: how an experiment reaches its target within a number of seconds.
+
+It returns none if it does not reach it, and raises ``TimeoutError`` if it takes longer.
+"""
 
 
 def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 0) -> Arrival | None:
-    """How it reaches the target; see ``Learn``. Raises ``ConfigError`` for what virtual trainers do not execute.
+    """Return how an experiment reaches the target; see ``Learn``.
 
-    ``at_least``: none, too, where the last evaluations are above it after so many steps, as happens at too high a rate.
+    Raises ``ConfigError`` for what virtual trainers do not execute. ``at_least``: the run also fails if its
+    last evaluations after this many steps are above the target, as at a too high learning rate.
     """
     from sim.learning.virtual_training import train  # torch, which a search without a target does not need
 
@@ -72,32 +77,44 @@ def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 
 
 
 def and_stays(learn: Learn, steps: int) -> Learn:
-    """Virtual trainers by which a way arrives only if it is at the target after so many steps, too; another ``learn`` as it is."""
+    """Return virtual trainers that also require being at the target after ``steps``.
+
+    Another ``learn`` is unchanged.
+    """
     return partial(by_virtual_trainers, at_least=steps) if learn is by_virtual_trainers else learn
 
 
 @dataclass(slots=True)
 class Trainings:
-    """Trainings of one seed, until the process has computed for ``end`` seconds; see ``trainings``."""
+    """Training runs with one seed, until the process has computed for ``end`` seconds; see ``trainings``."""
 
     seeded: Experiment
+    """Experiment with this seed."""
     learn: Learn
+    """Function that trains."""
     end: float
+    """Limit of the process's compute time, in seconds."""
     kept: dict[str, Reached]
-    """By key."""
+    """Results by key."""
     tell: Progress
+    """Progress callback."""
     strategies: dict[Way, DistributedStrategy] = field(default_factory=dict)
-    """Of ways that were to be trained, the first."""
+    """First strategy of each way that should be trained."""
     arrivals: dict[Way, Arrival | None] = field(default_factory=dict)
-    """None of one that does not arrive. Ways that are refused, or that there was no time for, are missing."""
+    """Arrival of each trained way; none if it does not arrive. Ways that are refused, or for which there was
+    no time, are missing."""
     ends: dict[Way, int] = field(default_factory=dict)
-    """After how many steps those that did not arrive were over."""
+    """Steps after which each way that did not arrive ended."""
     refused: dict[Way, Note] = field(default_factory=dict)
+    """Note about each refused way."""
     whose: str = ""
-    """Of ``learn``, in keys."""
+    """Part of the keys that identifies ``learn``."""
 
     def steps(self, strategy: DistributedStrategy, most: float = math.inf) -> float | None:
-        """To the target; none where it does not arrive, or is not known to. It may be over after so many steps."""
+        """Return the steps to the target; none if it does not arrive, or is not known to.
+
+        It may end after ``most``.
+        """
         self.strategies.setdefault(way := way_of(strategy), strategy)
         if way not in self.arrivals:
             self.tell(len(self.arrivals), len(self.strategies))
@@ -107,10 +124,11 @@ class Trainings:
         return arrival and arrival.steps
 
     def climb(self, strategy: DistributedStrategy, rates: Sequence[float]) -> list[DistributedStrategy]:
-        """The strategy at other values of ``lr_scale`` with which it arrives.
+        """Return the strategy at other values of ``lr_scale`` with which it arrives.
 
-        They are tried further and further from its own, as long as each takes fewer steps than the one before: first above it, and if that
-        does not help, below. Where nothing arrives yet, the next one is tried in any case.
+        Values are tried increasingly far from its own as long as each needs fewer steps than the one before:
+        first larger ones, and if that does not help, smaller ones. While nothing has arrived, the next one is
+        tried in any case.
         """
         first = least = self.steps(strategy)
         own, found, wanted = strategy.lr_scale, list[DistributedStrategy](), sorted(set(rates))
@@ -126,14 +144,14 @@ class Trainings:
         return found
 
     def _reached(self, way: Way, strategy: DistributedStrategy, most: float) -> Reached | None:
-        """On the experiment's wire, and without a hierarchy, in which sums have another order and ways no other name."""
+        """Train on the experiment's wire and without a hierarchy, which only changes the order of sums."""
         base, workload = self.seeded.strategy, self.seeded.workload
-        served = strategy.mode == "ps"  # whose shorter training is not the beginning of a longer one
+        served = strategy.mode == "ps"  # with servers, shorter training is not the beginning of longer training
         self.ends[way] = workload.steps if served else round(min(workload.steps, most + HITS_IN_A_ROW * workload.eval_every))
         wire = {"fp16_allreduce": base.fp16_allreduce, "bf16_allreduce": base.bf16_allreduce}
         try:
             whole = self.seeded.replace(strategy=strategy.replace(**wire).without(*_FLAT))
-            learnt = key_of(whole) if not served else whole.digest()  # with servers the clock is part of it
+            learnt = key_of(whole) if not served else whole.digest()  # with servers the clock matters
             key, left_s = f"{learnt} to {workload.target_loss}{self.whose}", self.end - time.process_time()
             known = self.kept.get(key)
             if known is not None and (len(known) != 1 or known[0] >= self.ends[way]):
@@ -163,7 +181,10 @@ def trainings(
     stage: str,
     progress: Progress | None = None,
 ) -> Iterator[Trainings]:
-    """For as many seconds of compute; ``known``, by key, is not trained again. A ``stage`` of a tuning has them for itself."""
+    """Yield training runs for ``limit_s`` seconds of compute; results in ``known``, by key, are not repeated.
+
+    Each ``stage`` of a tuning has its own.
+    """
     with open_study(experiment, out) as study:
         end = 0.0 if study.user_attrs.get(over := f"{_OVER}: {stage}") else time.process_time() + limit_s
         kept = {**known, **{key: tuple(reached) for key, reached in study.user_attrs.get(_LEARNT, {}).items()}}

@@ -1,7 +1,7 @@
-"""Ledger: evidence as a decision reads it, from the beginning: each leg that it asks for is there, or is what to run next.
+"""Ledger: evidence as a decision reads it from the start: each leg is either there, or the next to run.
 
-The budget is kept here. Each leg's seconds are spent when the decision reads it, so that a decision that is made again from the same
-evidence comes out the same. A leg beside which the machine was busy is asked for again.
+The budget is kept here. A leg's seconds are spent when the decision reads it, so repeating a decision from
+the same evidence gives the same result. A leg during which the machine was busy is requested again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tuner.recommendation import Pair as Paired
 from tuner.sequential import ERROR, LEAST_PAIRS
 
 FIRST_SHARE = 0.85
-"""Of the error that is left, what a finalist takes."""
+"""Share of the remaining error that a finalist gets."""
 _LONGER = 1.5
-"""Times the longest run to the target so far, which the next one is expected to take at most."""
+"""Factor on the longest run to the target so far, as the expected limit of the next one."""
 
 
 class Wanted(Exception):  # noqa: N818  # a question to the caller, and no error
-    """The evidence lacks what ``request`` asks for."""
+    """Raised if the evidence lacks the answer to ``request``: a question to the caller, not an error."""
 
     def __init__(self, request: Run | Pair) -> None:
         super().__init__(request)
@@ -37,23 +37,24 @@ class Wanted(Exception):  # noqa: N818  # a question to the caller, and no error
 
 @dataclass(slots=True)
 class Ledger:
-    """What of the evidence has been read, and what the budget had left by then."""
+    """What has been read from the evidence, and what is left of the budget."""
 
     experiment: Experiment
     evidence: Evidence
     step_s: float
-    """Expected seconds of a step, until a leg has shown what it really takes."""
+    """Expected seconds per step, until a leg has measured them."""
     spent_s: float = field(init=False)
-    """Seconds of all trainers together."""
+    """Trainer seconds spent."""
     startup_s: float = field(init=False)
+    """Seconds that a launch takes."""
     trained_steps: int = 0
-    """Of the longest run to the target so far, which says what the next may take."""
+    """Number of steps in the longest run to the target so far, which bounds the next one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of stored runs, by arm."""
     void: dict[str, list[str]] = field(default_factory=dict)
-    """Of these, those that are void."""
+    """Names of those runs that are void."""
     _outcomes: tuple[Outcome, ...] = field(init=False)
-    """In the order in which they ran: an earlier tuning's first."""
+    """Outcomes in order of time, an earlier tuning's first."""
     _places: dict[str, int] = field(init=False)
     _read: set[str] = field(default_factory=set)
 
@@ -64,15 +65,18 @@ class Ledger:
 
     @property
     def num_void(self) -> int:
-        """Void runs of all arms."""
+        """Number of void runs of all arms."""
         return sum(map(len, self.void.values()))
 
     def leg(self, strategy: DistributedStrategy, window: int = 0) -> Leg:
-        """One that prices a step."""
+        """Return a leg that prices a step."""
         return Leg(strategy=strategy, steps=leg_steps_of(self.experiment), warmup_steps=self.experiment.run.warmup_steps, window=window)
 
     def run(self, request: Run) -> Outcome:
-        """What a leg gave. Raises ``Wanted``, ``BudgetSpent``, and the ``LegFailed`` that it ended with."""
+        """Return a leg's outcome.
+
+        Raises ``Wanted``, ``BudgetSpent``, and the ``LegFailed`` that it ended with.
+        """
         outcome = self._answer(request)
         assert outcome.run is not None
         self.runs.setdefault(request.arm, []).append(outcome.run)
@@ -81,19 +85,23 @@ class Ledger:
         return outcome
 
     def run_to_target(self, arm: Arm, seed: int) -> Outcome:
-        """What an arm's run to the target with a seed came to; see ``run``.
+        """Return the outcome of an arm's run to the target with a seed; see ``run``.
 
-        That of a script has no warm-up, in which local steps have not begun: it trains as an ordinary launch does.
+        A script's run has no warm-up, in which local steps would not have begun: it trains like an ordinary
+        launch.
         """
         return self.run(self._to_target(arm, seed))
 
     def seeds_before(self, arm: Arm, seeds: Sequence[int]) -> int:
-        """With how many seeds an earlier tuning has run to the target what trains as an arm does."""
+        """Return for how many seeds an earlier tuning has run an arm's way of training to the target."""
         places = (self._places.get(self._to_target(arm, seed).ran) for seed in seeds)
         return sum(place is not None and place < len(self.evidence.earlier) for place in places)
 
     def recall(self, arm: Arm, default: Arm) -> tuple[list[Outcome], list[Outcome]] | None:
-        """An earlier tuning's legs that ranked the arm, and the default's beside it; none where it has none."""
+        """Return an earlier tuning's legs that ranked the arm, and the default's next to them.
+
+        None if there are none.
+        """
         own, base = (timed_by(self.leg(one.timed)) for one in (arm, default))
         rounds: dict[str, dict[str, dict[int, Outcome]]] = {}
         for outcome in self.evidence.earlier:
@@ -106,9 +114,11 @@ class Ledger:
         return None
 
     def pairs(self, finalist: Arm, default: Arm, comparison: Comparison) -> Iterator[Paired]:
-        """Pairs of the default and a finalist, ``tune.pairs`` at the most: A B, B A, A B, .... Raises what ``run`` raises.
+        """Yield pairs of the default and a finalist, at most ``tune.pairs``: A B, B A, A B, ....
 
-        Each has a window of injected stragglers of its own, which its legs share. A pair of which a leg is void says nothing, and is
+        Raises as ``run``.
+
+        Each pair has its own window of injected stragglers, which its legs share. A pair with a void leg is
         left out.
         """
         default_first, count, limit = True, 0, self.experiment.tune.pairs
@@ -128,7 +138,10 @@ class Ledger:
                 default_first, count = not is_first, count + 1
 
     def _in_pair(self, request: Run) -> Outcome:
-        """See ``run``. The default has run before: a leg of its that fails now says nothing of the finalist."""
+        """Return an outcome as ``run``.
+
+        If the default's leg fails, the finalist is not to blame: it ran before.
+        """
         try:
             return self.run(request)
         except LegFailed as failure:
@@ -137,7 +150,7 @@ class Ledger:
             raise
 
     def comparison(self, finalist: Arm, default: Arm) -> Comparison:
-        """That of a finalist: with the error that it had before, or with its share of what others have left."""
+        """Return the comparison of a finalist, with its earlier error, or its share of what is left."""
         tune = self.experiment.tune
         among = compared_as(self.experiment, *map(self.leg, (finalist.strategy, finalist.timed, default.timed)))
         known = (one for one in self.evidence.comparisons if one.among == among and not one.closed)
@@ -145,17 +158,17 @@ class Ledger:
         return next(known, new)
 
     def error_left(self) -> float:
-        """Chance of a USE without the gain that finalists to come may have, beside those of the evidence."""
+        """Return the chance of a wrong USE that is left for future finalists."""
         evidence = self.evidence
         taken = (evidence.spent_of(one) if evidence.failed(one.among) else one.error for one in evidence.comparisons)
         return max(0.0, ERROR - sum(taken))
 
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
-        """Whether the budget has room for so many legs, and runs to the target, if there is one."""
+        """Whether the budget allows this many legs, and runs to the target if there is one."""
         return self.spent_s + self.expected_s(number, num_targets=num_targets) <= budget_of(self.experiment)[0]
 
     def refuse_small_budget(self, num_others: int) -> None:
-        """Raise ``BudgetSpent`` where, by the first leg, there is no room to run so many beside the default, and an interval's pairs."""
+        """Raise ``BudgetSpent`` if, after the first leg, the budget is too small for other arms and pairs."""
         num_arms, is_first = 1 + num_others, sum(map(len, self.runs.values())) == 1
         if not num_others or not is_first or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
             return
@@ -169,12 +182,15 @@ class Ledger:
         )
 
     def expected_s(self, number: int, *, num_targets: int) -> float:
-        """Seconds of all trainers together that so many legs and runs to the target take, one of which may be longer than all so far."""
+        """Return the trainer seconds that these legs and runs to the target take.
+
+        One run may exceed all so far.
+        """
         workload = self.experiment.workload
         steps = number * (leg_steps_of(self.experiment) + self.experiment.run.warmup_steps)
         if workload.target_loss is not None and num_targets:
             steps += (num_targets - 1) * (self.trained_steps or workload.steps) + self._expected_steps(workload.steps)
-        return self._ahead_s(steps, starts=number // 2 + num_targets)  # of a script, a pair or a run each
+        return self._ahead_s(steps, starts=number // 2 + num_targets)  # for a script, each pair or run needs a launch
 
     def _to_target(self, arm: Arm, seed: int) -> Run:
         run = self.experiment.run
@@ -200,19 +216,20 @@ class Ledger:
         outcome.raise_failure()
         if leg.ends_at_target:
             self.trained_steps = max(self.trained_steps, outcome.steps)
-        else:  # without the start of a launch, which startup_s has
+        else:  # without the start of a launch, which is in startup_s
             self.step_s = (outcome.host_s or outcome.took_s) / (leg.steps + leg.warmup_steps)
         return outcome
 
     def _is_whole(self, runs: list[Run]) -> bool:
-        """Whether both legs of a pair are there, or one that failed."""
+        """Whether both legs of a pair are known, or one that failed."""
         places = [self._places.get(one.ran) for one in runs]
         return None not in places or any(place is not None and self._outcomes[place].failure for place in places)
 
     def _want(self, runs: Sequence[Run], comparison: Comparison | None = None) -> NoReturn:
-        """Ask for what is not there, if the budget has room; legs that nobody has asked for were spent all the same.
+        """Request what is missing if the budget allows it; legs that nothing requested count as spent.
 
-        A leg beside which the machine is busy may be repeated, as often as there is room, but for runs to the target, which have no times.
+        A leg may be repeated within the budget if the machine is busy, except runs to the target, which have
+        no times.
         """
         unread = (outcome.took_s for outcome in self.evidence.outcomes if outcome.ran not in self._read)
         self.spent_s += self.experiment.cluster.trainers * sum(unread)
@@ -228,7 +245,7 @@ class Ledger:
         return self.spent_s + self._ahead_s(times * (steps + leg.warmup_steps), starts=1) <= budget_of(self.experiment)[0]
 
     def _expected_steps(self, steps: int) -> int:
-        """Of a run to the target."""
+        """Return the expected steps of a run to the target."""
         return min(steps, round(_LONGER * self.trained_steps)) if self.trained_steps else steps
 
     def _ahead_s(self, steps: int, starts: int) -> float:

@@ -1,4 +1,7 @@
-"""Notes: what stands beside an answer, as values. ``str`` gives a note's sentence; ``kind`` is its heading in the report."""
+"""Notes next to an answer, as values. ``str`` gives a note's sentence.
+
+``kind`` is its heading in the report.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +21,7 @@ class LeftOut(Config):
     how: str
     """Verb, such as ``is not searched``."""
     reason: str
+    """Reason, as a clause."""
 
     def __str__(self) -> str:
         return f"{self.what} {self.how}: {self.reason}"
@@ -29,6 +33,7 @@ class Learnt(Config):
 
     kind: ClassVar[str] = "virtual trainers"
     target_loss: float
+    """Target loss."""
     seeds: str
     """Seeds, and how to read ``ways``."""
     ways: tuple[str, ...]
@@ -44,7 +49,9 @@ class Ratios(Config):
 
     kind: ClassVar[str] = "ratios"
     what: str
+    """Meaning of the ratios."""
     ratios: dict[str, float]
+    """Ratio by name."""
 
     def __str__(self) -> str:
         return f"{self.what}: {', '.join(f'{name} {100 * (ratio - 1):+.0f} %' for name, ratio in self.ratios.items())}"
@@ -56,12 +63,13 @@ class Noise(Config):
 
     kind: ClassVar[str] = "noise"
     default: float | None = None
-    """Of the default's legs in the pairs; none where there are too few."""
+    """Standard deviation of the default's legs in the pairs; none if there are too few."""
     pairs: float = 0.0
+    """Standard deviation of the pairs' ratios."""
     widening: float = 1.0
-    """Factor by which pairs that resemble their neighbours widen the interval."""
+    """Factor by which correlation between successive pairs widens the interval."""
     num_void: int = 0
-    """Runs that did not count, because other programs computed beside each of their repeats."""
+    """Number of runs that did not count, because other programs ran during all of their repeats."""
 
     def __str__(self) -> str:
         said = [f"{counted(self.num_void, 'run')} beside other programs did not count"] if self.num_void else []
@@ -74,7 +82,7 @@ class Noise(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Config):
-    """Changes since the tuning that this one goes on from."""
+    """Changes since the tuning that this one continues."""
 
     kind: ClassVar[str] = "earlier tuning"
     since: str
@@ -88,16 +96,17 @@ class Moved(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Config):
-    """Seconds that a tuning took, and when they are saved."""
+    """Seconds that a tuning took, and when they pay off."""
 
     kind: ClassVar[str] = "cost"
     took_s: float
+    """Seconds that the tuning took."""
     replayed: int = 0
-    """Legs that had run before an interruption."""
+    """Number of legs that had run before an interruption."""
     held_hours: float | None = None
     """Trainer hours for which it held a script's trainers."""
     pays_after: int | None = None
-    """Steps with the recommendation that save as much as the tuning took."""
+    """Number of steps with the recommendation that save as much time as the tuning took."""
 
     def __str__(self) -> str:
         said = [f"the tuning took {self.took_s:.3g} s"]
@@ -136,10 +145,10 @@ class Annotated(Config):
         return tuple(map(str, self.told))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it: the notes as values in ``told``, and their sentences in ``notes``."""
+        """Return JSON data: the notes as values in ``told``, and their sentences in ``notes``."""
         return {**encode(self), "notes": [*self.notes]}
 
 
 def left_out(what: str, how: str, reason: str | ConfigError) -> LeftOut:
-    """Short for ``LeftOut``; of an error, its place and text."""
+    """Return a ``LeftOut``; an error gives its location and text."""
     return LeftOut(what=what, how=how, reason=reason if isinstance(reason, str) else f"{reason.where}: {reason.what}")

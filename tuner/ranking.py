@@ -1,7 +1,7 @@
-"""Ranking: which strategies run for real, and what their steps take beside the default's.
+"""Ranking: which strategies run for real, and their step times relative to the default's.
 
-Every arm runs twice, forward then backward (A B C C B A), and then as many more as there are finalists, each named by what the legs
-before it say of the simulator's errors (``tuner.bias``).
+Every arm runs twice, forward then backward (A B C C B A), followed by as many more arms as there are
+finalists. Each of those is chosen from what earlier legs show about the simulator's errors (``tuner.bias``).
 """
 
 import dataclasses
@@ -21,11 +21,12 @@ from tuner.targets import may_prove, updates_of
 from tuner.to_target import Penalty
 
 KEPT_LEGS = 20
-"""Legs for which a budget must have room before another arm runs: four to rank it, and eight pairs."""
+"""Number of legs for which a budget must have room before another arm runs: four to rank it, and eight
+pairs."""
 
 
 def choose(state: State) -> None:
-    """Rank the arms; then others, as long as one promises a gain by what the simulator has erred by so far."""
+    """Rank the arms; then others, as long as one promises a gain given the simulator's errors so far."""
     rank(state, [*state.arms])
     for _ in range(state.experiment.tune.finalists):
         if (arm := following(state)) is None:
@@ -36,9 +37,10 @@ def choose(state: State) -> None:
 
 
 def rank(state: State, names: Sequence[str]) -> None:
-    """Every arm twice, in an order in which a drift of the machine favours none; but for those that an earlier tuning has ranked.
+    """Run every arm twice, in an order in which a drift of the machine favours none.
 
-    What has the legs of another arm, as at another learning rate, has its times.
+    Arms that an earlier tuning has ranked are skipped. An arm with the same legs as another one, as at
+    another learning rate, takes its times.
     """
     first = {arm.timed: name for name, arm in reversed(state.arms.items())}
     names = [name for name in names if first[state.arms[name].timed] != name or not _recall(state, name)]
@@ -51,7 +53,7 @@ def rank(state: State, names: Sequence[str]) -> None:
         if state.arms[name].rejected is not None:
             continue
         with state.rejecting(name):
-            window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two are seen
+            window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two windows are used
             leg = state.ledger.leg(state.arms[name].timed, window)
             took.setdefault(name, []).append(state.ledger.run(Run(arm=name, leg=leg, among=among)))
             state.ledger.refuse_small_budget(len(own))
@@ -66,7 +68,10 @@ def rank(state: State, names: Sequence[str]) -> None:
 
 
 def following(state: State) -> Arm | None:
-    """The strategy with the largest expected gain, as a new arm; of ways that real runs have ruled out, none."""
+    """Return the strategy with the largest expected gain as a new arm.
+
+    None of ways that real runs have ruled out.
+    """
     if not state.ledger.affords(KEPT_LEGS, num_targets=2):
         return None
     others, target = state.setting.others, state.experiment.workload.target_loss
@@ -81,18 +86,21 @@ def following(state: State) -> Arm | None:
 
 
 def ranked(state: State, compared: Sequence[str]) -> list[Arm]:
-    """The arms that are still to be compared with the default, the most promising first of those that may be used."""
+    """Return the arms left to compare with the default, the most promising usable one first."""
     left = [arm for arm in state.arms.values() if arm.name not in (DEFAULT, *compared) and arm.rejected is None]
     return sorted(left, key=lambda arm: (expected(state, arm) >= 1, not may_prove(state, arm.name), expected(state, arm)))
 
 
 def expected(state: State, arm: Arm) -> float:
-    """Its time over the default's: of a step as measured, times updates to the target by virtual trainers, or by runs at other K."""
+    """Return the arm's time over the default's: measured step time, times updates to the target if known.
+
+    Updates come from virtual trainers, or from runs at other K.
+    """
     return state.ratios[arm.name] * (state.virtual(arm) if state.asked else _known(state, arm))
 
 
 def between(state: State) -> Arm | None:
-    """An arm with a K that has none, where runs at other K say that it is there before the default and all arms that are left."""
+    """Return an arm with an untried K that should reach the target before the default and all arms left."""
     penalty = _penalty(state)
     if penalty is None or state.asked or not state.ledger.affords(KEPT_LEGS, num_targets=2 * len(state.seeds)):
         return None
@@ -112,7 +120,7 @@ def between(state: State) -> Arm | None:
 
 
 def _known(state: State, arm: Arm) -> float:
-    """Updates over the default's by runs to the target: of the default at the arm's learning rate, times those of the arm's K."""
+    """Return updates over the default's by runs to the target: the learning rate's effect times that of K."""
     default, strategy, penalty = state.default.strategy, arm.strategy, _penalty(state)
     ways = (learns_as(default.replace(lr_scale=scale)) for scale in (strategy.lr_scale, default.lr_scale))
     taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
@@ -122,7 +130,7 @@ def _known(state: State, arm: Arm) -> float:
 
 
 def _penalty(state: State) -> Penalty | None:
-    """What runs to the target with plain local steps say of those at another K, beside a synchronous default."""
+    """Fit the penalty of local steps from runs to the target at other K, next to a synchronous default."""
     if state.default.strategy.is_local:
         return None
     ran = [arm for arm in state.arms.values() if arm.strategy.is_local and _is_plain(state, arm.strategy)]
@@ -131,14 +139,14 @@ def _penalty(state: State) -> Penalty | None:
 
 
 def _is_plain(state: State, strategy: DistributedStrategy) -> bool:
-    """Synchronous, or fixed local steps that are averaged; in all else that is learnt as the default's."""
+    """Whether a strategy is synchronous or has plain local steps, and otherwise learns like the default."""
     default = state.default.strategy
     configs = dataclasses.replace(default.localsgd_configs, k_steps=strategy.localsgd_configs.k_steps)
     return learns_as(strategy) in (learns_as(default), learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
 
 
 def _erred(state: State) -> dict[str, float]:
-    """By how much the simulator did, for each family that ran."""
+    """Return the simulator's error for each family that ran."""
     default, errors = state.default, dict[str, list[float]]()
     for name, ratio in state.ratios.items():
         arm = state.arms[name]
@@ -149,7 +157,7 @@ def _erred(state: State) -> dict[str, float]:
 
 
 def _recall(state: State, name: str) -> bool:
-    """Take the legs of an earlier tuning that have ranked the arm; whether there are any."""
+    """Take the legs of an earlier tuning that have ranked the arm; return whether there are any."""
     if name in state.ratios:
         return state.ledger.recall(state.arms[name], state.default) is not None
     if (legs := state.ledger.recall(state.arms[name], state.default)) is None:
@@ -162,13 +170,13 @@ def _recall(state: State, name: str) -> bool:
 
 
 def _measured(state: State, name: str, legs: Sequence[Outcome]) -> None:
-    """Let the arm have the times and the memory of more legs."""
+    """Add the times and the memory of more legs to the arm."""
     arm = state.arms[name]
     peaks = [peak for peak in (arm.peak_bytes, *(leg.peak_bytes for leg in legs)) if peak is not None]
     state.update(name, measured_s=(*arm.measured_s, *(leg.step_s for leg in legs)), peak_bytes=max(peaks, default=None))
 
 
 def _ratio(own: Sequence[Outcome], default: Sequence[Outcome]) -> float:
-    """Of mean times of a step."""
+    """Return the ratio of mean step times."""
     taken, base = (statistics.fmean(leg.step_s for leg in legs) for legs in (own, default))
     return taken / base

@@ -1,4 +1,4 @@
-"""Real runs: what a decision asks for, carried out by processes; each leg is stored before the next starts."""
+"""Real runs: processes carry out what a decision requests; each leg is stored before the next starts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tuner.to_target import arrival_of
 
 
 class Runner(Protocol):
-    """The seam to the processes: ``real.job.session.Session``, or ``real.job.script_session.ScriptSession`` for a user's script."""
+    """Interface to the processes: ``Session`` or ``ScriptSession`` of ``real.job``."""
 
     @property
     def startup_s(self) -> float:
-        """Seconds that the next leg may take beside its steps, because it needs another launch; as far as that is known."""
+        """Seconds that the next leg may need for another launch, as far as known."""
         ...
 
     def run(self, leg: Leg) -> RunResult:
-        """Run one leg and return what happened. Raises ``LegFailed`` where its strategy does not go with a script."""
+        """Run one leg and return the result. Raises ``LegFailed`` if a script cannot run its strategy."""
         ...
 
     def together(self, legs: Sequence[Leg]) -> None:
-        """The next legs will be these, and are compared with each other: one launch is to carry them all, where it can."""
+        """Announce the next legs, which are compared with each other and should share one launch."""
         ...
 
 
@@ -44,17 +44,20 @@ class RealRuns:
     runner: Runner
     folder: Path
     step_s: float = 0.0
-    """Expected seconds of a step, until a leg has shown what it really takes."""
+    """Expected seconds per step, until a leg has measured them."""
     evidence: Evidence = field(default_factory=Evidence)
-    """What is known so far."""
+    """Evidence so far."""
     clock: Callable[[], float] = time.perf_counter
     held_s: Callable[[], float] | None = None
-    """Seconds of all trainers together, where the runner holds them between legs, too."""
+    """Function that returns trainer seconds so far, if the runner also holds trainers between legs."""
     keep: Callable[[Evidence], None] = lambda _: None
-    """Hears of the evidence after every leg, however it ended."""
+    """Callback that receives the evidence after every leg, however it ended."""
 
     def carry_out(self, request: Run | Pair) -> None:
-        """Run one leg, or a pair's two, of which a failure is an outcome. Raises what else the runner raises."""
+        """Run one leg, or both legs of a pair.
+
+        A failure is an outcome. Raises any other error of the runner.
+        """
         runs = (request,) if isinstance(request, Run) else request.runs
         if isinstance(request, Pair):
             self.evidence = self.evidence.with_comparison(request.comparison)
@@ -67,7 +70,7 @@ class RealRuns:
                 break
 
     def close(self, comparisons: tuple[Comparison, ...]) -> None:
-        """There is a verdict, by these looks at pairs."""
+        """Store the final comparisons after a verdict."""
         self.evidence = replace(self.evidence, comparisons=comparisons)
         self.keep(self.evidence)
 
@@ -77,7 +80,7 @@ class RealRuns:
             result = quietest(lambda: self.runner.run(request.leg), lambda run: run.summary.foreign_cores, request.tries)
         except LegFailed as failure:
             return Outcome.of(request, self.clock() - began, self.runner.startup_s).with_failure(failure)
-        except BaseException:  # such as Ctrl-C: what the leg took is spent
+        except BaseException:  # such as Ctrl-C: the time that the leg took is spent
             self._hold(self.clock() - began)
             raise
         outcome = Outcome.of(request, self.clock() - began, self.runner.startup_s)
@@ -85,13 +88,16 @@ class RealRuns:
         return outcome.with_run(save_run(result, self.folder), reached)
 
     def _hold(self, took_s: float) -> None:
-        """So many seconds more are gone; the evidence is kept."""
+        """Count ``took_s`` as held, and store the evidence."""
         held_s = self.evidence.held_s + self.experiment.cluster.trainers * took_s if self.held_s is None else self.held_s()
         self.evidence = replace(self.evidence, held_s=held_s)
         self.keep(self.evidence)
 
     def _reached(self, result: RunResult) -> Reached:
-        """What a run to the target came to. Raises ``ConfigError`` where ``tune.metric`` is nothing that it reports."""
+        """Return the result of a run to the target.
+
+        Raises ``ConfigError`` if it does not report ``tune.metric``.
+        """
         updates, noise = arrival_of(result, self.experiment)
         wanted, reported, metric = self.experiment.tune.metric, result.summary.metrics or {}, None
         if wanted is not None and result.summary.steps_to_target is not None:

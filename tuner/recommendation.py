@@ -1,4 +1,4 @@
-"""Recommendation: the verdict with all of its evidence, as data. The report draws it."""
+"""Recommendation: the verdict with all of its evidence, as data for the report."""
 
 from __future__ import annotations
 
@@ -22,53 +22,58 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetCheck(Config):
-    """Runs from the initial parameters to the workload's target, one a seed."""
+    """Runs from the initial parameters to the workload's target, one per seed."""
 
     reached: bool
-    """By any run."""
+    """Whether any run reached the target."""
     updates: tuple[float | None, ...] = ()
-    """Steps of a trainer to the target, by seed; none of a run that was over before it arrived."""
+    """Steps of a trainer to the target, by seed; none if the run ended before reaching it."""
     metrics: tuple[float | None, ...] = ()
-    """``tune.metric`` at the target, by seed."""
+    """Values of ``tune.metric`` at the target, by seed."""
     noise: tuple[float | None, ...] = ()
-    """Standard deviations of the logarithms of ``updates``; 0 where nothing is said of it, none where losses do not tell it."""
+    """Standard deviations of the logarithms of ``updates``; 0 if not estimated, none if losses do not allow
+    it."""
     time_s: float | None = None
-    """The arm's own seconds for the median of these; none where fewer than half arrived."""
+    """Seconds of the arm's own steps for the median of ``updates``; none if fewer than half arrived."""
     final_loss: float | None = None
-    """Of the first run."""
+    """Final loss of the first run."""
     from_arm: str | None = None
-    """Whose runs they were, where they were another's that trains alike."""
+    """Name of the arm that ran, if another arm that trains alike ran in its place."""
     runs: tuple[str, ...] = ()
     """Folders of the runs."""
     steps: int | None = None
-    """Of the longest run; fewer than the workload's where all arrive, or the script's data end earlier."""
+    """Steps of the longest run; fewer than the workload's if all arrive, or if the script's data end
+    earlier."""
 
     @property
     def num_reached(self) -> int:
-        """Runs that arrived."""
+        """Number of runs that reached the target."""
         return sum(one is not None for one in self.updates)
 
     def noise_beside(self, other: TargetCheck) -> float:
-        """Standard deviation of the log ratio of both, with the first seed with which both arrive; infinite where losses do not tell it."""
+        """Return the standard deviation of the log ratio of both, for the first seed with which both arrive.
+
+        Infinite if losses do not allow an estimate.
+        """
         runs = zip(self.updates, other.updates, self.noise, other.noise, strict=False)
         noises = [pair for one, another, *pair in runs if one is not None and another is not None]
         return math.hypot(*(math.inf if noise is None else noise for noise in (noises[0] if noises else [])))
 
     def missed_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Says so where it arrived less often than the default, with the same seeds."""
+        """Return a sentence if it arrived less often than the default, with the same seeds; else none."""
         runs, num = len(self.updates), sum(one is not None for one in default.updates[: len(self.updates)])
         if self.num_reached >= num:
             return None
         return f"reaches the target loss {target:g} in {self.num_reached} of {counted(runs, 'run')}, the default in {num}"
 
     def seldom_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Says so where the default never arrived, and this in no more than half of its runs."""
+        """Return a sentence if the default never arrived, and this in at most half of its runs; else none."""
         if default.reached or 2 * self.num_reached > len(self.updates):
             return None
         return f"reaches the target loss {target:g} in {self.num_reached} of {len(self.updates)} runs, and the default in none"
 
     def lost_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Says so where its first run went on after the target, and lost it again, unlike the default's."""
+        """Return a sentence if its first run lost the target again, unlike the default's; else none."""
         if None in (target, self.final_loss, default.final_loss) or not default.final_loss <= target < self.final_loss:  # type: ignore[operator]
             return None
         ends = f"it ends at {self.final_loss:.3g}, the default at {default.final_loss:.3g}"
@@ -83,7 +88,7 @@ class TargetCheck(Config):
         noise: float | None = 0.0,
         run: str | None = None,
     ) -> TargetCheck:
-        """With another run."""
+        """Return the check with another run."""
         return dataclasses.replace(
             self,
             updates=(*self.updates, updates),
@@ -96,7 +101,7 @@ class TargetCheck(Config):
         )
 
     def __str__(self) -> str:
-        """In a few words."""
+        """Format in a few words."""
         if not self.reached:
             return "not reached" + (f" (loss {self.final_loss:.3g})" if self.final_loss is not None else "")
         some = "" if self.num_reached == len(self.updates) else f" in {self.num_reached} of {len(self.updates)} runs"
@@ -109,43 +114,46 @@ class Arm(Config):
     """A strategy that ran for real."""
 
     name: str
-    """``default``, ``advice`` (Fleet's documents), ``candidate 1``, ..."""
+    """Name: ``default``, ``advice`` (Fleet's documents), ``candidate 1``, ..."""
     strategy: DistributedStrategy
     paced_by: DistributedStrategy | None = None
-    """What its legs run, where its rounds differ: fixed rounds that meet as often as a whole training's. Runs to the target are its own."""
+    """Strategy that its legs run, if its rounds vary: fixed rounds that synchronise as often as a whole
+    training run. Its runs to the target use its own strategy."""
     simulated_s: float
-    """Simulated seconds of a step."""
+    """Simulated seconds per step."""
     measured_s: tuple[float, ...] = ()
-    """Mean seconds of a step, one a leg."""
+    """Mean seconds per step of each leg."""
     virtual_updates: float | None = None
-    """Steps of a trainer to the target that virtual trainers took (``tuner.ways``); none where they were not asked, or did not arrive."""
+    """Steps of a trainer to the target by virtual trainers (``tuner.ways``); none if they did not train it,
+    or it did not arrive."""
     ratio: float | None = None
-    """Of its time to the default's, in the legs that ranked it."""
+    """Ratio of its step time to the default's, in the legs that ranked it."""
     target: TargetCheck | None = None
+    """Runs to the target; none if there were none."""
     rejected: str | None = None
-    """Why it cannot be recommended, if so."""
+    """Reason why it cannot be recommended; none if it can."""
     peak_bytes: int | None = None
-    """The most memory that a trainer took in its legs, where that was looked at."""
+    """Peak memory of a trainer in its legs in bytes, if measured."""
     simulated_run: str | None = None
     """Folder of a simulated run as long as a real leg, one of the recommendation's ``runs``."""
     measured_runs: tuple[str, ...] = ()
-    """Folders of its real legs (choosing, target, pairs), in the order they ran."""
+    """Folders of its real legs (ranking, target, pairs), in order of time."""
     void_runs: tuple[str, ...] = ()
-    """Of these, those during which the machine was not quiet; pairs with one are left out."""
+    """Folders of those legs during which the machine was not quiet; pairs with one are left out."""
 
     @property
     def timed(self) -> DistributedStrategy:
-        """What has its seconds of a step."""
+        """Strategy that has its seconds per step."""
         return self.paced_by or self.strategy
 
     @property
     def real_s(self) -> float | None:
-        """Mean seconds of a step over the legs; none where no leg ran."""
+        """Mean seconds per step over the legs; none if no leg ran."""
         return sum(self.measured_s) / len(self.measured_s) if self.measured_s else None
 
     @property
     def legs(self) -> str:
-        """How many real legs it had, and how many of them are void."""
+        """Number of real legs, and how many of them are void, as text."""
         void = f", {len(self.void_runs)} void" if self.void_runs else ""
         return f"{len(self.measured_runs)}{void}"
 
@@ -157,7 +165,7 @@ class Arm(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Config):
-    """One fresh pair of legs of the verdict, in mean seconds of a step."""
+    """A fresh pair of legs of the verdict, in mean seconds per step."""
 
     default_s: float
     finalist_s: float
@@ -171,19 +179,19 @@ class Pair(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Config):
-    """One simulated trial of the search."""
+    """A simulated trial of the search."""
 
     number: int
     parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     simulated_s: float
-    """Simulated seconds of a step."""
+    """Simulated seconds per step."""
     repeated: bool = False
-    """Equal to an earlier trial in plan, cadence and layer table, and not simulated again."""
+    """Whether it equals an earlier trial in plan, cadence and layer table, and was not simulated again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation(Annotated):
-    """What to use, and why. ``speedup``, ``low`` and ``high`` are of time per sample; above 1 is faster."""
+    """What to use, and why. ``speedup``, ``low`` and ``high`` refer to time per sample; above 1 is faster."""
 
     schema: int = SCHEMA
     experiment: str
@@ -191,45 +199,57 @@ class Recommendation(Annotated):
     name: str
     verdict: Literal["USE", "KEEP DEFAULT"]
     undecided: bool = False
-    """The default is kept because measuring ended before a gain was proved or excluded."""
+    """Whether the default is kept because measuring ended before a gain was proved or excluded."""
     reason: str
+    """Reason why the default is kept."""
     strategy: DistributedStrategy
-    """What to train with: the finalist, or the default."""
+    """Strategy to train with: the finalist, or the default."""
     buckets_mb: tuple[float, ...] = ()
-    """Sizes of its buckets in MiB, in their order; empty where DistributedDataParallel could not be given them."""
+    """Sizes of its buckets in MiB, in order; empty if DistributedDataParallel cannot use them."""
     finalist: str | None = None
     """Name of the arm that the pairs compared with the default."""
     speedup: float | None = None
+    """Mean ratio of the default's time per sample to the finalist's."""
     low: float | None = None
-    """Lower end of a 90 % interval of the mean paired log ratio that holds whenever the pairs stop."""
+    """Lower end of its 90 % interval, from paired log ratios, which holds whenever the pairs stop."""
     high: float | None = None
+    """Upper end of its 90 % interval."""
     to_target: float | None = None
-    """How many times as soon as the default the finalist reaches the target; none where it trains like the default."""
+    """Ratio of the default's time to the target to the finalist's; none if it trains like the default."""
     to_target_low: float | None = None
-    """Lower end of its 90 % interval (``tuner.sequential``); none where the loss is declared, or too few arrived."""
+    """Lower end of its 90 % interval (``tuner.sequential``); none if the loss is declared, or too few
+    arrived."""
     to_target_high: float | None = None
+    """Upper end of its 90 % interval."""
     seeds: int | None = None
-    """Seeds of these runs."""
+    """Number of seeds of these runs."""
     metric: str | None = None
-    """What the metric of ``tune.metric`` is at the target, for finalist and default, in words."""
+    """Values of ``tune.metric`` at the target, for finalist and default, in words."""
     target_loss: float | None = None
+    """Target loss; none without a target."""
     pairs: tuple[Pair, ...] = ()
+    """Pairs of the finalist and the default."""
     arms: tuple[Arm, ...] = ()
+    """Strategies that ran for real; the first is the default."""
     trials: tuple[Trial, ...] = ()
+    """Trials of the search."""
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """How all that virtual trainers trained arrives, by what that depends on (``tuner.learning.Arrival``); empty where it does not."""
+    """Arrival of everything that virtual trainers trained, by key (``tuner.learning.Arrival``); empty if it
+    does not arrive."""
     caveat: str | None = None
-    """That no way is known to reach the target, or a learning rate with which the default itself is there sooner."""
+    """Note that no way is known to reach the target, or that the default reaches it sooner at another
+    learning rate."""
     noise: Noise | None = None
+    """Spread of equal legs."""
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Folder names of all stored runs, below ``runs`` beside ``recommendation.json``."""
+        """Folder names of all stored runs, below ``runs`` next to ``recommendation.json``."""
         return tuple(run for arm in self.arms for run in (arm.simulated_run, *arm.measured_runs) if run is not None)
 
     @property
     def line(self) -> str:
-        """The verdict in one line."""
+        """Verdict in one line."""
         return self._verdict if self.caveat is None else f"{self._verdict}; {self.caveat}"
 
     @property
@@ -242,7 +262,7 @@ class Recommendation(Annotated):
         return f"USE {units.changes(self.strategy.changes())}: {gain}"
 
     def _gain(self, step: str, count: str) -> str:
-        """The gain under its objective: time to the target, which is updates times seconds an update, or of a step alone."""
+        """Describe the gain in time to the target (updates times seconds per update), or per step."""
         if self.target_loss is None:
             return f"{step}, {count}"
         own = next((arm.target for arm in self.arms if arm.strategy == self.strategy), None)
@@ -262,7 +282,7 @@ class Recommendation(Annotated):
         return f"{step} to loss {self.target_loss:g} and a step, {count}"
 
     def save(self, folder: Path) -> None:
-        """Write ``recommended.toml``, ``recommended.md`` where it says USE, then ``recommendation.json``, each whole or not at all."""
+        """Write ``recommended.toml``, for USE ``recommended.md``, then ``recommendation.json``."""
         self.strategy.save(folder / "recommended.toml", self.line, f"experiment {self.name} {self.experiment}")
         if self.verdict == "USE" and self.arms:
             write_whole(folder / "recommended.md", page_of(self.strategy, self.arms[0].strategy, self.line, self.buckets_mb))

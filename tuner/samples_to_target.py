@@ -1,7 +1,8 @@
-"""Samples to the target by batch size: T(B) = S (1 + (B / B_crit)^q), for trainings whose learning rate is tuned for their batch.
+"""Samples to the target by batch size: T(B) = S (1 + (B / B_crit)^q), with tuned learning rates.
 
-At q = 1 it is the law of McCandlish et al. (arXiv 1812.06162). S has no prior; B_crit and q have one on a grid. Measured points, or a
-gradient noise scale, which is about B_crit, weigh the grid. ``reports/small_to_large`` compares it with MLPerf's reference points.
+With q = 1 it is the law of McCandlish et al. (arXiv 1812.06162). S has no prior; B_crit and q have one on a
+grid. Measured points, or a gradient noise scale, which is about B_crit, weight the grid.
+``reports/small_to_large`` compares it with MLPerf's reference points.
 """
 
 import math
@@ -20,13 +21,15 @@ B_CRIT = np.exp(np.linspace(math.log(0.05), math.log(300), 60))[:, None]
 POWERS = np.array([0.5, 0.75, 1.0, 1.25, 1.5])
 POWER_PRIOR = np.array([0.1, 0.2, 0.4, 0.2, 0.1])
 MISFIT = 0.04
-"""Standard deviation of log T of a size about the law: learning rates are tuned one by one."""
+"""Standard deviation of log T of one size around the law, because learning rates are tuned one by one."""
 TYPICAL, TYPICAL_SD = 12.0, 2.0
-"""B_crit in the unit of the grid, and the standard deviation of its logarithm: people measure at batches below it."""
+"""Prior of B_crit in the grid's unit, and the standard deviation of its logarithm: people measure at smaller
+batches."""
 SEEDS = 0.04
 """Standard deviation of log T between seeds: the median of 22 benchmarks (mlcommons/logging, rcp_checker)."""
 NOISE_SD = 1.2
-"""Standard deviation of log B_crit about a noise scale that was measured at the start, which grows as the loss falls."""
+"""Standard deviation of log B_crit around a noise scale measured at the start, which grows as the loss
+falls."""
 LEVELS = (0.05, 0.5, 0.95)
 _DRAWS = 20_000
 
@@ -37,16 +40,16 @@ class Noise:
 
     samples: float
     at_least: bool = False
-    """Whether the scale is only known to be larger."""
+    """Whether the scale is only a lower bound."""
 
 
 def samples_to_target(points: Sequence[ReferencePoint], batch_size: float, noise: Noise | None = None) -> tuple[float, ...]:
-    """Samples of one run to the target at a batch size: both ends of a 90 % interval and between them the median.
+    """Return the samples of one run to the target at a batch size: lower end, median and upper end (90 %).
 
     Args:
         points: at least one measured batch size, in any unit of samples, such as epochs.
-        batch_size: samples of an update, of all trainers together.
-        noise: the gradient noise scale, where a profile has measured it.
+        batch_size: samples per update, over all trainers.
+        noise: the gradient noise scale, if a profile has measured it.
     """
     sizes = np.array([point.batch_size for point in points], float)[:, None, None]
     logs = np.log([point.samples for point in points])[:, None, None]
@@ -70,11 +73,11 @@ def samples_to_target(points: Sequence[ReferencePoint], batch_size: float, noise
 
 
 def _law(batches: Grid) -> Grid:
-    """log(1 + (B / B_crit)^q), of shape (sizes, B_crit, q), of batches in the points' unit."""
+    """Return log(1 + (B / B_crit)^q), shape (sizes, B_crit, q), for batches in the points' unit."""
     return np.asarray(np.log1p((batches / B_CRIT) ** POWERS))
 
 
 def _seeds(points: Sequence[ReferencePoint]) -> float:
-    """Standard deviation of log T between seeds: the points' own, if they say it, and as much of ``SEEDS``."""
+    """Return the standard deviation of log T between seeds: mean of the points' own and ``SEEDS``."""
     own = [point.sd / point.samples for point in points if point.sd is not None]
     return 0.5 * float(np.median(own)) + 0.5 * SEEDS if own else SEEDS

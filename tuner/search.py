@@ -1,7 +1,8 @@
 """Search: simulated trials of strategies, the default first, Fleet's advice second.
 
-Every different strategy of the space is simulated where that takes at most ``tune.search_seconds``; otherwise Optuna's TPE
-proposes ``tune.trials`` of them. All trials share their draws of stragglers, so that their difference is that of the strategies.
+Every different strategy of the space is simulated if that takes at most ``tune.search_seconds``; otherwise
+Optuna's TPE proposes ``tune.trials`` of them. All trials share their straggler draws, so that they differ
+only by strategy.
 """
 
 import dataclasses
@@ -24,23 +25,24 @@ from tuner.space import Equivalence, Space, parameters_of, way_of, with_differen
 from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
-"""Points of a space up to which its different strategies are looked for; sizes of fusion that give equal buckets are one value."""
+"""Number of points up to which a space is searched for different strategies; bucket sizes that give equal
+buckets count once."""
 PROBED = 20
-"""Trials after which it is known how long all of them take."""
+"""Number of trials from which the time of all of them is estimated."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window(Experiment):
-    """An experiment that is shortened to a few steps of a training."""
+    """An experiment that is shortened to a few steps of a training run."""
 
     of_steps: int
-    """The training's."""
+    """Number of steps in the training run."""
 
 
 StepS = Callable[[DistributedStrategy], float]
-"""Simulated seconds of a step under a strategy, in as many steps as ``shortened`` says."""
+"""Function that returns the simulated seconds per step under a strategy, for the steps of ``shortened``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ class Tried:
     trial: Trial
     strategy: DistributedStrategy
     key: str
-    """Strategies of equal keys are equal to the simulator."""
+    """Key of the strategy; strategies with equal keys are equal to the simulator."""
     arm: str | None = None
-    """``default`` or ``advice``; none for a candidate of the space."""
+    """Name ``default`` or ``advice``; none for a candidate of the space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +67,19 @@ class Search:
 
     @property
     def default(self) -> Tried:
-        """The experiment's own strategy."""
+        """Trial of the experiment's own strategy."""
         return next(tried for tried in self.tried if tried.arm == "default")
 
     @property
     def advice(self) -> Tried | None:
-        """Fleet's advice; none where the only trial was the default's."""
+        """Trial of Fleet's advice; none if only the default was tried."""
         return next((tried for tried in self.tried if tried.arm == "advice"), None)
 
     @property
     def ranked(self) -> tuple[Tried, ...]:
         """Different strategies besides the default and the advice, fastest first.
 
-        Candidates of a family that simulate equally share one place, which the first of them takes.
+        Candidates of a family with equal simulations share one place, which the first of them takes.
         """
         seen: set[object] = {tried.key for tried in self.tried if tried.arm is not None}
         found = []
@@ -89,10 +91,11 @@ class Search:
         return tuple(found)
 
     def best(self, count: int, others: Sequence[Tried] = (), seconds: Callable[[Tried], float | None] | None = None) -> tuple[Tried, ...]:
-        """The best of ``ranked`` and ``others`` by ``seconds``, which are none of one that is left out; by seconds of a step, if not given.
+        """Return the best of ``ranked`` and ``others`` by ``seconds`` (default: seconds per step).
 
-        The best of each family (way of training, wire), at whichever learning rate, goes before the second best of any, and one of the
-        default's own is always among them: a target that local steps miss is missed by all strategies that take as many.
+        ``seconds`` returns none to exclude one. The best of each family (way of training, wire), at whatever
+        learning rate, comes before the second best of any. One of the default's own family is always
+        included: a target that local steps miss is missed by all strategies with as many.
         """
         price = {id(tried): tried.trial.simulated_s if seconds is None else seconds(tried) for tried in (*self.ranked, *others)}
 
@@ -110,7 +113,7 @@ class Search:
 
 
 def _family(tried: Tried, lr_scale: float | None = None) -> tuple[object, ...]:
-    """What else is learnt, or by what error it may be simulated wrongly; as if at another learning rate, if one is given."""
+    """Return what affects learning or the simulation error, optionally at another learning rate."""
     strategy = tried.strategy if lr_scale is None else tried.strategy.replace(lr_scale=lr_scale)
     return *way_of(strategy), parameters_of(strategy)["wire"] == "fp32"
 
@@ -128,7 +131,7 @@ def search(
     step_s: StepS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Simulate the default, the advice, if any, and the space; see the module. Raises what ``step_s`` raises."""
+    """Simulate the default, the advice, if any, and the space; see the module. Raises as ``step_s``."""
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
     found = _enumerated(experiment, space, arms, same, step_s, tell) or _proposed(experiment, space, arms, same, step_s, tell, out)
@@ -144,7 +147,10 @@ def search_listed(
     progress: Callable[[int, int], None] | None,
     notes: Sequence[Note] = (),
 ) -> Search:
-    """Simulate the experiment's own strategy, the first of the candidates, and the others. Raises what ``step_s`` raises of its own."""
+    """Simulate the experiment's own strategy, which is the first candidate, and the others.
+
+    Raises as ``step_s`` for the own one.
+    """
     tell, left, found = progress or (lambda *_: None), [*notes], list[Tried]()
     for done, strategy in enumerate(candidates):
         tell(done, len(candidates))
@@ -161,9 +167,9 @@ def search_listed(
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
-    """The experiment with at least so many counted steps, whole rounds of every strategy that is tried; those of a trial where none.
+    """Return the experiment with at least ``least`` counted steps (default: a trial's), in whole rounds.
 
-    Where no straggler is drawn, steps are alike, and a few are enough.
+    Without random stragglers all steps are alike, and a few are enough.
     """
     strategy, tune = experiment.strategy, experiment.tune
     least = least or tune.simulated_steps
@@ -176,7 +182,10 @@ def shortened(experiment: Experiment, least: int | None = None) -> Window:
 
 
 def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int = 0) -> Window:
-    """The experiment with at least so many counted steps, or its own if fewer, in whole rounds, and ``beside`` more; and little warm-up."""
+    """Return the experiment with at least ``least`` steps, or its own, in whole rounds, plus ``beside``.
+
+    The warm-up is short.
+    """
     steps = rounds * math.ceil(min(least, experiment.workload.steps) / rounds) + beside
     workload = dataclasses.replace(experiment.workload, steps=steps)
     run = dataclasses.replace(experiment.run, warmup_steps=min(WARMUP_STEPS, experiment.run.warmup_steps))
@@ -185,7 +194,10 @@ def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int =
 
 
 def different(space: Space, same: Equivalence, arms: Sequence[DistributedStrategy]) -> dict[str, DistributedStrategy]:
-    """Strategies of the space that differ from each other and from ``arms``, by key: of equal ones the one that changes least."""
+    """Return strategies that differ from each other and from ``arms``, by key.
+
+    Of equal ones, it is the one with the fewest changes.
+    """
     base = parameters_of(space.base)
 
     def distance(strategy: DistributedStrategy) -> tuple[int, float]:
@@ -209,7 +221,10 @@ def _enumerated(
     step_s: StepS,
     progress: Callable[[int, int], None],
 ) -> Search | None:
-    """All different strategies; none where they are too many, or would take too long and are more than ``tune.trials``."""
+    """Simulate all different strategies.
+
+    None if there are too many, or they take too long and exceed ``tune.trials``.
+    """
     tune, began = experiment.tune, time.monotonic()
     fewer = with_different_sizes(space, same)
     if fewer.size > MOST_PLANS:
@@ -251,7 +266,7 @@ def _proposed(
     progress: Callable[[int, int], None],
     out: Path,
 ) -> Search:
-    """The arms, and as many strategies of the space that Optuna proposes as ``tune.trials`` allows, of all that the study has ever run."""
+    """Simulate the arms, and Optuna's proposals up to ``tune.trials``, over all runs of the study."""
     fewer, wanted, known = with_different_sizes(space, same), experiment.tune.trials, dict[str, float]()
 
     def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
@@ -259,7 +274,7 @@ def _proposed(
         return fewer.strategy(trial.params) if arm is None else arms[arm]
 
     def objective(trial: optuna.Trial) -> float:
-        """By simulation, or of an equal trial before it; values that exclude each other are pruned."""
+        """Simulate a trial, or reuse an equal earlier one; values that exclude each other are pruned."""
         arm = trial.user_attrs.get("arm")
         if arm is None or fewer.point_of(arms[arm]) is not None:
             for name, values in fewer.choices:
@@ -298,7 +313,7 @@ def _not_simulated(space: Space, number: int, why: str) -> Note:
 
 
 def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:
-    """Enqueue the first arm that is not complete, where nothing waits: another process may have been running it and have died of it."""
+    """Enqueue the first incomplete arm if nothing waits: another process may have died while running it."""
     present = {trial.user_attrs.get("arm") for trial in complete}
     missing = [arm for arm in arms if arm not in present]
     if missing and not trials(study, TrialState.WAITING):

@@ -1,16 +1,17 @@
-"""Sequential verdicts on pairs of runs: they stop at the look at which they know, and err no more often for having looked.
+"""Sequential verdicts on pairs of runs: they stop at the first decisive look, without increasing the error.
 
-At looks, after 4, 6, 8, 12, 16, 24, 32, 48, ... pairs, Student's t of the log ratios decides, with critical values under which
-all looks together err with the chance that is asked for: a group-sequential t test (Jennison and Turnbull 1991, Biometrika 78)
-whose error is spent by a function of the pairs (Lan and DeMets 1983, Biometrika 70), so that looks may end early. The critical
-values come from simulated normal ratios; t has no unit, so that they hold for every spread. What a look has spent stays spent: a tuning
-that goes on from another one's pairs goes on with the error that is left. The interval is a repeated confidence
-interval (Jennison and Turnbull 1989, JRSS B 51): mean and critical value times standard error. Those of all looks hold the truth
-together, so the one at which the pairs stop does too.
+At looks after 4, 6, 8, 12, 16, 24, 32, 48, ... pairs, Student's t of the log ratios decides, with critical
+values under which all looks together have the requested error: a group-sequential t test (Jennison and
+Turnbull 1991, Biometrika 78) whose error is spent by a function of the pairs (Lan and DeMets 1983, Biometrika
+70), so that looks may end early. The critical values come from simulated normal ratios; t has no unit, so
+they hold for every spread. A tuning that continues another one's pairs continues with the error that is left.
+The interval is a repeated confidence interval (Jennison and Turnbull 1989, JRSS B 51): mean plus or minus
+critical value times standard error. The intervals of all looks hold simultaneously, so the one at which the
+pairs stop does, too.
 
-Where the objective is the time to a target, a second factor is known from other runs: updates to the target (``tuner.to_target``). The
-logarithms add up, and so do squared distances from the means to the ends of the two intervals (MOVER: Zou and Donner 2008, Statistics in
-Medicine 27), on either side by itself.
+If the objective is the time to a target, a second factor comes from other runs: updates to the target
+(``tuner.to_target``). The logarithms add up, and so do squared distances from the means to the ends of the
+two intervals (MOVER: Zou and Donner 2008, Statistics in Medicine 27), separately on either side.
 """
 
 from __future__ import annotations
@@ -28,30 +29,33 @@ from fleetbench.stragglers import Floats
 from tuner.to_target import Updates
 
 LEAST_PAIRS = 2
-"""With fewer there is no interval."""
+"""Least number of pairs for an interval."""
 CONFIDENCE = 0.90
-"""Two-sided."""
+"""Confidence of the two-sided interval."""
 ERROR = (1 - CONFIDENCE) / 2
-"""Chance of the interval's either end, over all looks, that the truth lies beyond it."""
+"""Chance that the truth lies beyond either end of the interval, over all looks."""
 FIRST_LOOK = 4
-"""Pairs."""
+"""Number of pairs at the first look."""
 _EARLY, _EARLY_PAIRS = 0.36, 8
-"""Share of the error that the first eight pairs may spend. Found with normal ratios that are known to be independent, so that half of those
-with a gain of 5 % and a deviation of 0.03 stop by then, and nine in ten with a deviation of 0.06 within 48 pairs."""
+"""Share of the error that the first eight pairs may spend. It was found with independent normal ratios, such
+that half of the comparisons with a gain of 5 % and a deviation of 0.03 stop by then, and nine in ten with a
+deviation of 0.06 within 48 pairs."""
 _ENDING = 0.5
-"""Share of what is left of the error, which a budget's last look takes. The rest is left for a larger budget."""
+"""Share of the remaining error that a budget's last look takes. The rest is left for a larger budget."""
 _FEW = 8
-"""Pairs at most, where runs to the target are too few for a USE."""
+"""Largest number of pairs if runs to the target are too few for USE."""
 _BOTH = 0.9
-"""Times the error, with which pairs and updates are judged together: looks at their sum err in 1.1 times as many replays as they may."""
+"""Factor on the error when pairs and updates are judged together, because looks at their sum err 1.1 times as
+often as allowed."""
 _MUCH = 3.0
-"""Times as wide as that of a step the updates' interval makes more pairs futile, if it alone has ``1 + min_gain`` inside."""
+"""Ratio of the updates' interval to the step's from which more pairs are futile, if ``1 + min_gain`` is
+inside the former."""
 _DRAWS = 500_000
 
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times as fast the finalist is as the default, with the ends of its interval."""
+    """Ratio of the default's time to the finalist's, with the ends of its interval."""
 
     mean: float
     low: float
@@ -59,7 +63,7 @@ class Speedup:
 
     @classmethod
     def of_logs(cls, mean: float, below: float, above: float) -> Speedup:
-        """Of a mean log ratio and the distances to its ends."""
+        """Return the speed-up for a mean log ratio and the distances to its ends."""
         return cls(math.exp(mean), math.exp(mean - below), math.exp(mean + above))
 
     def __str__(self) -> str:
@@ -68,24 +72,26 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the pairs say when they stop."""
+    """Result of the pairs when they stop."""
 
     verdict: Literal["USE", "NO GAIN", "UNDECIDED"]
-    """The interval lies above ``1 + min_gain``, below it, or around it."""
+    """Verdict: the interval is above ``1 + min_gain``, below it, or around it."""
     speedup: Speedup
-    """Of the objective: of a step, or, with updates, of the time to the target."""
+    """Speed-up of the objective: of a step, or, with updates, of the time to the target."""
     step: Speedup
-    """Of a step."""
+    """Speed-up of a step."""
     pairs: int
+    """Number of pairs."""
     provable: float | None = None
-    """Of UNDECIDED: the smallest speed-up that all pairs of the limit would show, by the error that is left and the
-    spread so far; infinite where the updates alone leave it undecided, none where no look may follow."""
+    """For UNDECIDED: the smallest speed-up that all pairs of the limit would show, given the remaining error
+    and the spread so far. Infinite if the updates alone leave it undecided, none if no look may follow."""
 
 
 def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:
-    """Student's t interval of the mean of ``log(default_s[i] / finalist_s[i])``, as ratios of times; of pairs whose number was fixed.
+    """Return Student's t interval of the mean of ``log(default_s[i] / finalist_s[i])``, as ratios of times.
 
-    Pairs share their moment, so what slows the machine for both cancels. Needs at least two pairs.
+    The number of pairs must have been fixed in advance. The legs of a pair run close together, so slowdowns
+    of the machine cancel. Needs at least two pairs.
     """
     ratios = np.log(np.asarray(default_s, dtype=np.float64) / np.asarray(finalist_s, dtype=np.float64))
     assert len(ratios) >= LEAST_PAIRS, "an interval needs at least two pairs"
@@ -94,22 +100,26 @@ def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], conf
 
 
 def looks(limit: int) -> tuple[int, ...]:
-    """After how many pairs a verdict is looked for, where there are ``limit`` at most: 4, 6, 8, 12, 16, 24, ... and ``limit``."""
+    """Return the numbers of pairs at which looks are taken: 4, 6, 8, 12, 16, 24, ... and ``limit``."""
     doubled = sorted(first << k for first in (FIRST_LOOK, 3 * FIRST_LOOK // 2) for k in range(limit.bit_length()))
     return (*(number for number in doubled if number < limit), limit)
 
 
 def spent(pairs: int, limit: int) -> float:
-    """Share of the error that looks up to this one may take: some of it early, the rest as the square of the pairs; 1 of ``limit``."""
+    """Return the share of the error that looks up to this one may take.
+
+    Some of it is spent early, the rest as the square of the pairs; 1 at ``limit``.
+    """
     early = min(1.0, max(0, pairs - LEAST_PAIRS - 1) / (_EARLY_PAIRS - LEAST_PAIRS - 1)) ** 2
     return 1.0 if pairs >= limit else _EARLY * early + (1 - _EARLY) * (pairs / limit) ** 2
 
 
 def planned(limit: int, ended: Sequence[int] = ()) -> dict[int, float]:
-    """Share of the error that looks up to each one may take, by pairs; ``ended``: pairs after which a budget ended.
+    """Return the share of the error that looks up to each one may take, by pairs.
 
-    The last look of a budget takes ``_ENDING`` of the error that is left. The looks of a larger budget share the rest
-    as ``spent`` says, so that all looks of all budgets together take no more than one tuning's.
+    ``ended`` are the pairs after which a budget ended. The last look of a budget takes ``_ENDING`` of the
+    remaining error. The looks of a larger budget share the rest as ``spent`` says, so all looks of all
+    budgets together take no more than one tuning's.
     """
     shares, before, gone = dict[int, float](), 0.0, 0.0
     for look in sorted({*looks(limit), *ended}):
@@ -122,7 +132,7 @@ def planned(limit: int, ended: Sequence[int] = ()) -> dict[int, float]:
 
 
 def gone(pairs: int, limit: int, ended: Sequence[int] = ()) -> float:
-    """Share of the error that the looks at so many pairs have spent."""
+    """Return the share of the error that the looks up to this many pairs have spent."""
     return max((share for look, share in planned(limit, ended).items() if look <= pairs), default=0.0)
 
 
@@ -137,14 +147,15 @@ def judge(
     enough: bool = True,
     ended: Sequence[int] = (),
 ) -> Judgement | None:
-    """The verdict on the log ratios (default over finalist) so far; none where more pairs shall be run.
+    """Return the verdict on the log ratios (default over finalist) so far; none if more pairs should run.
 
-    ``updates``: to the target, where that is the objective and the finalist trains otherwise than the default.
-    ``enough``: whether runs to the target are of enough seeds for USE; otherwise pairs end early, UNDECIDED.
+    ``updates``: to the target, if that is the objective and the finalist trains differently from the default.
+    ``enough``: whether runs to the target have enough seeds for USE; otherwise pairs end early, UNDECIDED.
 
-    ``limit`` is the largest number of pairs. ``error`` bounds the chance, over all looks, of USE where the gain is ``min_gain`` or
-    less; that of NO GAIN where it is more is ``ERROR``. ``final``: a budget ends the pairs here, for a reason that has nothing to do
-    with the ratios; ``ended``: pairs after which earlier budgets did. None then too, where there are too few for an interval.
+    ``limit`` is the largest number of pairs. ``error`` bounds the chance, over all looks, of USE if the gain
+    is ``min_gain`` or less; the chance of NO GAIN if it is more is ``ERROR``. ``final``: a budget ends the
+    pairs here, for a reason independent of the ratios; ``ended``: pairs after which earlier budgets did. Also
+    none if there are too few pairs for an interval.
     """
     count, limit = len(log_ratios), limit if enough else min(limit, _FEW)
     shares = planned(limit, (*ended, count) if final else ended)
@@ -177,12 +188,13 @@ def judge(
 
 
 def widening(log_ratios: Floats) -> Floats:
-    """Times the standard error that independent pairs would have, of pairs that resemble their neighbours; along the last axis.
+    """Return the factor on independent pairs' standard error for autocorrelated ones, along the last axis.
 
-    That of a first-order autoregression with their lag-1 correlation ``r``: the mean of ``n`` has the variance of one times
-    ``(1 + 2 sum_j (1 - j / n) r**j) / n``, and what the ratios' own variance lacks for it is made up for. Few pairs show ``r`` too
-    small (Marriott and Pope 1954, Biometrika 41): ``(2 + 4 r) / n`` is added, a little more than is due to its bias, as errors ask for
-    (``reports/tuner``). Pairs that alternate are taken for independent.
+    The model is a first-order autoregression with their lag-1 correlation ``r``. The mean of ``n`` has the
+    variance of one times ``(1 + 2 sum_j (1 - j / n) r**j) / n``, and the bias of the ratios' own variance is
+    corrected. Few pairs underestimate ``r`` (Marriott and Pope 1954, Biometrika 41), so ``(2 + 4 r) / n`` is
+    added, a little more than its bias, as the errors require (``reports/tuner``). Alternating pairs are
+    treated as independent.
     """
     num = log_ratios.shape[-1]
     off = log_ratios - log_ratios.mean(-1, keepdims=True)
@@ -195,7 +207,7 @@ def widening(log_ratios: Floats) -> Floats:
 
 
 def outlook(judged: Judgement, limit: int) -> str | None:
-    """What more pairs may decide, in words; none where nothing is left to decide with."""
+    """Describe what more pairs may decide; none if no error is left."""
     if judged.provable is None:
         return None
     if math.isinf(judged.provable):
@@ -206,7 +218,10 @@ def outlook(judged: Judgement, limit: int) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def critical_values(at: tuple[int, ...], shares: tuple[float, ...], error: float) -> tuple[float, ...]:
-    """Of t at each look: normal ratios without a gain exceed those up to a look with a chance of its share of ``error``."""
+    """Return critical values of t at each look.
+
+    Normal ratios without a gain exceed the values up to a look with a chance of its share of ``error``.
+    """
     found: list[float] = []
     inside = np.ones(_DRAWS, dtype=bool)
     for row, look, share in zip(_paths(at), at, shares, strict=True):
@@ -222,7 +237,7 @@ def critical_values(at: tuple[int, ...], shares: tuple[float, ...], error: float
 
 @functools.lru_cache(maxsize=4)
 def _paths(at: tuple[int, ...]) -> Floats:
-    """Student's t of simulated normal ratios at the looks, shape ``(len(at), _DRAWS)``."""
+    """Return Student's t of simulated normal ratios at the looks, shape ``(len(at), _DRAWS)``."""
     generator = np.random.default_rng(20_261_126)
     total, squares = np.zeros(_DRAWS), np.zeros(_DRAWS)
     rows = np.empty((len(at), _DRAWS))

@@ -1,7 +1,7 @@
-"""Served: the ways of training with parameter servers that are compared, in place of a search space.
+"""Served: modes of training with parameter servers, which are compared instead of a search space.
 
-Fleet's modes: synchronous, asynchronous with pushes of several gradients, and GeoSGD. Each is another training, whose step alone says
-little.
+Fleet's modes are synchronous, asynchronous with pushes of several gradients, and GeoSGD. Each trains
+differently, so its step time alone says little.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from tuner.search import Search, StepS, Window, search_listed, with_steps
 from tuner.space import name_of
 
 MERGED = (4, 16)
-"""Gradients of one push, in the asynchronous mode."""
+"""Gradients per push in the asynchronous mode."""
 _ROUNDS = 2
-"""GeoSGD's exchanges in one trial."""
+"""Number of GeoSGD's exchanges in one trial."""
 
 
 def refuse_unpriced(experiment: Experiment) -> None:
-    """Raise ``ConfigError`` where real runs would not say what a mode costs in loss, or servers are reached over an unknown link."""
+    """Raise ``ConfigError`` if real runs cannot price a mode, or the link to servers is unknown."""
     if experiment.run.device == "emulated":
         hint = 'run.device = "cpu" trains a registry model; `fleetbench tune --simulate-only` compares what a step takes'
         raise ConfigError("trains nothing, and modes of parameter servers differ in what they learn", "run.device", "'emulated'", hint)
@@ -39,22 +39,25 @@ def refuse_unpriced(experiment: Experiment) -> None:
 
 
 def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | None = None) -> Search:
-    """Simulate the experiment's own mode and the others. Raises what ``step_s`` raises of its own."""
+    """Simulate the experiment's own mode and the others. Raises as ``step_s`` for the own one."""
     notes = list[Note]()
     return search_listed(experiment, _modes(experiment, notes), name_of, step_s, progress, notes)
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
-    """The experiment with few counted steps: at least ``least``, or those of a trial; whole rounds of GeoSGD, or all."""
+    """Return the experiment with few counted steps: at least ``least`` (default: those of a trial).
+
+    They are whole rounds of GeoSGD, or all steps.
+    """
     rounds = min(_ROUNDS * largest_geo_k(experiment), experiment.workload.steps)
     return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
 
 
 def _modes(experiment: Experiment, notes: list[Note]) -> list[DistributedStrategy]:
-    """The experiment's own strategy first, and what else there is; what there is not joins ``notes``.
+    """Return the experiment's own strategy first, then the others; impossible ones are added to ``notes``.
 
-    A trainer that is silent for ``send_wait_times`` pauses sends what it has; so that K and merging mean anything, there are as
-    many pauses as one and a half steps' compute take.
+    A trainer that is silent for ``send_wait_times`` pauses sends what it has. For K and merging to have an
+    effect, there are as many pauses as one and a half steps of compute take.
     """
     strategy, table = experiment.strategy, table_for(experiment)
     own = strategy.a_sync_configs

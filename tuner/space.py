@@ -1,14 +1,14 @@
 """Space: which strategies the search may try.
 
-A point is a value for each of the parameters below: the experiment's own strategy with these values
-is a candidate. A parameter with one admissible value is fixed; one with none stays as the
-experiment's strategy has it. Whatever is left out stands in ``notes``.
+A point is a value for each of the parameters below; the experiment's own strategy with these values is a
+candidate. A parameter with one admissible value is fixed; one with none stays as in the experiment's
+strategy. ``notes`` lists what is left out.
 
-Parameters belong to three families. *Same arithmetic*: fusion, hierarchy, communicators, update by bucket and threads change
-the clock alone. *Rounded*: a 16-bit wire changes the sums' last digits. *Other training*: local steps change what is
-learnt. The second needs ``tune.allow`` or a target, the third a target.
+Parameters belong to three families. *Same arithmetic*: fusion, hierarchy, communicators, update by bucket and
+threads only affect the clock. *Rounded*: a 16-bit wire changes the last digits of sums. *Other training*:
+local steps change what is learnt. The second needs ``tune.allow`` or a target, the third a target.
 
-Two strategies that a simulation cannot tell apart are equivalent, and simulated once.
+Two strategies that a simulation cannot distinguish are equivalent, and simulated once.
 """
 
 import dataclasses
@@ -41,21 +41,23 @@ Value = int | float | str
 Parameters = dict[str, Value]
 
 NAMES = tuple(dict.fromkeys(PARAMETERS[one.name] for one in dataclasses.fields(Tune) if one.name in SEARCHES))
-"""The parameters. ``fusion`` is a size of ``tune.fuse_grad_size_in_MB`` or a rule of ``tune.fusion``; others are named as in ``[tune]``."""
+"""Parameters. ``fusion`` is a size of ``tune.fuse_grad_size_in_MB`` or a rule of ``tune.fusion``; others are
+named as in ``[tune]``."""
 OFF = "off"
 MOST_UNFUSED = 64
-"""Gradients up to which it is tried to send each alone."""
+"""Number of gradients up to which sending each one separately is tried."""
 _SWITCHES = {"local_steps": "localsgd", "hierarchy": "use_hierarchical_allreduce"}
-"""The field that a parameter's value 1, or ``off``, switches off."""
+"""Field that a parameter's value 1, or ``off``, switches off."""
 _WAYS = tables_of("virtual way") + tables_of("servers way")
-"""The strategy's fields by which virtual trainers, or servers, train in another way."""
+"""Strategy fields that change how virtual trainers, or servers, train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The product of ``choices`` around ``base``."""
+    """Product of ``choices`` around ``base``."""
 
     base: DistributedStrategy
+    """Experiment's own strategy."""
     choices: tuple[tuple[str, tuple[Value, ...]], ...]
     """Parameters with at least two values."""
     fixed: tuple[tuple[str, Value], ...] = ()
@@ -69,7 +71,10 @@ class Space:
         return math.prod(len(values) for _, values in self.choices)
 
     def points(self) -> Iterator[Parameters]:
-        """Every point, as values of ``choices``, the last parameter varying fastest; one for each strategy."""
+        """Yield every point, as values of ``choices``, the last parameter varying fastest.
+
+        One for each strategy.
+        """
         names = [name for name, _ in self.choices]
         for values in itertools.product(*(values for _, values in self.choices)):
             point = dict(zip(names, values, strict=True))
@@ -77,19 +82,22 @@ class Space:
                 found = self.point_of(self.strategy(point))
             except ConfigError:  # values that exclude each other
                 continue
-            if found == point:  # several communicators run free whatever it says of one
+            if found == point:  # several communicators are always asynchronous, whatever the value for one says
                 yield point
 
     def strategy(self, point: Mapping[str, Value]) -> DistributedStrategy:
-        """The candidate at ``point``, which gives a value for each of ``choices``. Raises ``ConfigError`` for values without a meaning."""
+        """Return the candidate at ``point``, which has a value for each of ``choices``.
+
+        Raises ``ConfigError`` if invalid.
+        """
         strategy, values = self.base, {**dict(self.fixed), **point}
-        for name in NAMES:  # whether communicators wait is said after how many there are
+        for name in NAMES:  # the number of communicators comes before whether they wait
             if name in values:
                 strategy = _with(strategy, name, values[name])
         return strategy
 
     def point_of(self, strategy: DistributedStrategy) -> Parameters | None:
-        """The point whose candidate is ``strategy``; none where it lies outside the space."""
+        """Return the point whose candidate is ``strategy``; none if it is outside the space."""
         found = parameters_of(strategy)
         point = {name: found[name] for name, _ in self.choices}
         inside = all(point[name] in values for name, values in self.choices)
@@ -97,7 +105,7 @@ class Space:
 
 
 def parameters_of(strategy: DistributedStrategy) -> Parameters:
-    """A strategy's values of the parameters."""
+    """Return a strategy's values of the parameters."""
     fusion: Value = strategy.fuse_grad_size_in_MB if strategy.fusion in ("fleet", "ddp") else strategy.fusion
     composed: Parameters = {
         "local_steps": strategy.local_steps,
@@ -110,24 +118,24 @@ def parameters_of(strategy: DistributedStrategy) -> Parameters:
 
 
 def way_of(strategy: DistributedStrategy) -> tuple[object, ...]:
-    """What of a strategy makes another training, but for rounding on the wire."""
+    """Return the fields of a strategy that change training, except for rounding on the wire."""
     return tuple(getattr(strategy, name) for name in _WAYS)
 
 
 def learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
-    """What of a strategy makes another training, its wire with it."""
+    """Return the fields of a strategy that change training, including its wire."""
     return *way_of(strategy), parameters_of(strategy)["wire"]
 
 
 def differs_in(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
-    """How its arithmetic differs from the default's, in words."""
+    """Describe how its arithmetic differs from the default's."""
     own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
     changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
     return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
 
 
 def name_of(strategy: DistributedStrategy) -> str:
-    """A way of training in words."""
+    """Describe a way of training."""
     at = f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else ""
     if strategy.mode == "ps":
         return _mode(strategy) + at
@@ -148,7 +156,7 @@ def name_of(strategy: DistributedStrategy) -> str:
 
 
 def _mode(strategy: DistributedStrategy) -> str:
-    """Of parameter servers, in words."""
+    """Describe a mode of parameter servers."""
     configs = strategy.a_sync_configs
     if not strategy.a_sync:
         return "synchronous servers"
@@ -159,7 +167,7 @@ def _mode(strategy: DistributedStrategy) -> str:
 
 
 def search_space(experiment: Experiment) -> Space:
-    """The restrictions of ``[tune]`` without what this workload, profile or strategy rules out."""
+    """Return the space of ``[tune]`` without what this workload, profile or strategy rules out."""
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
     notes: list[Note] = []
@@ -186,7 +194,7 @@ def search_space(experiment: Experiment) -> Space:
 
 
 def needs(experiment: Experiment) -> Mapping[Need, tuple[bool, str]]:
-    """Whether an experiment has that for which a knob is searched, and why that is needed."""
+    """Return whether an experiment meets each need of a searched knob, and why it is needed."""
     cluster, run, tune, has_target = experiment.cluster, experiment.run, experiment.tune, experiment.workload.target_loss is not None
     nodes = min(cluster.nodes, cluster.trainers_per_node) > 1 and cluster.is_even
     waiting = min(tune.values("nccl_comm_num")) == 1 and queue_depth(run.backend) > 1
@@ -211,15 +219,17 @@ def needs(experiment: Experiment) -> Mapping[Need, tuple[bool, str]]:
 
 
 def _computes(name: str) -> bool:
-    """Whether a layer table holds what a parameter changes."""
+    """Whether a layer table contains a parameter's effect."""
     return SEARCHES[name][0].partition(".")[0] in COMPUTE_FIELDS
 
 
 def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
-    """Why one value cannot be tried, everything else as in the experiment."""
+    """Return why a value cannot be tried with everything else as in the experiment; none if it can."""
     if name == "thread_num" and experiment.run.device == "cpu" and value not in (1, experiment.strategy.thread_num):
         trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
-        if isinstance(value, int) and trainers * value > cores:  # alone they seem faster; beside gloo's own threads they stop each other
+        if (
+            isinstance(value, int) and trainers * value > cores
+        ):  # alone they seem faster, but next to gloo's own threads they block each other
             return f"{trainers} trainers of this machine would use more threads than its {cores} cores"
     if name == "fusion" and value == OFF and experiment.strategy.fuse_all_reduce_ops:
         gradients = len(table_for(experiment).by_readiness())
@@ -235,7 +245,7 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
 
 
 _SIZED = {"fleet": ("fuse_grad_count",), "ddp": ("fusion",)}
-"""By a rule of fusion, fields that a strategy of it keeps when it gets another size."""
+"""Fields, by a rule of fusion, that a strategy keeps when its size changes."""
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # candidates of a space share most of their steps, and each step checks every field
@@ -249,7 +259,7 @@ def _with(strategy: DistributedStrategy, name: str, value: Value) -> Distributed
 
 
 def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, Any]:
-    """Fields with which the parameter has this value."""
+    """Return the fields with which the parameter has this value."""
     *tables, key = SEARCHES[name][0].split(".")
     changes: dict[str, Any] = {tables[0]: {key: value}} if tables else {key: value}
     match name:
@@ -263,7 +273,7 @@ def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, 
             changes = {"use_hierarchical_allreduce": True, "hierarchical_variant": value}
         case "wire":
             changes = {"fp16_allreduce": value == "fp16", "bf16_allreduce": value == "bf16"}
-        case "nccl_comm_num":  # communicators that wait for each other change nothing, so more than one goes with letting them run
+        case "nccl_comm_num":  # communicators that wait for each other change nothing, so more than one implies no waiting
             alone = strategy.sync_nccl_allreduce or strategy.nccl_comm_num > 1
             changes["sync_nccl_allreduce"] = value == 1 and alone
         case "sync_nccl_allreduce":
@@ -274,12 +284,12 @@ def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, 
 
 
 def _key(name: str, value: Value) -> str:
-    """The key of the experiment file that has such values of a parameter."""
+    """Return the experiment file's key for such values of a parameter."""
     return f"tune.{'fuse_grad_size_in_MB' if name == 'fusion' and not isinstance(value, str) else name}"
 
 
 def _text(value: Value) -> str:
-    """As the file has it."""
+    """Format a value as in the file."""
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
@@ -287,16 +297,16 @@ def _text(value: Value) -> str:
 
 @dataclass(slots=True)
 class Equivalence:
-    """Keys of strategies for one experiment; remembers the tables and plans it has seen."""
+    """Keys of strategies for one experiment; caches tables and plans."""
 
     experiment: Experiment
     _tables: dict[tuple[str, bool], LayerTable] = field(default_factory=dict)
     _digests: dict[tuple[DistributedStrategy, str], str] = field(default_factory=dict)
 
     def key(self, strategy: DistributedStrategy) -> str:
-        """Plan digest, what is decided from step to step, and layer-table key: equal keys mean equal simulated runs."""
+        """Return plan digest, decisions between steps, table key: equal keys mean equal simulated runs."""
         table = self._table(strategy)
-        decided = dataclasses.replace(Combination.of(strategy), fuses_update=False)  # how long that takes is in the layer table
+        decided = dataclasses.replace(Combination.of(strategy), fuses_update=False)  # the layer table has the time of the fused update
         return f"{self._digest(strategy, table)} {decided} {table.key} {strategy.fetch_every_n_steps}"
 
     def _table(self, strategy: DistributedStrategy) -> LayerTable:
@@ -316,7 +326,10 @@ class Equivalence:
 
 
 def with_different_sizes(space: Space, same: Equivalence) -> Space:
-    """The space without sizes of fusion that give the buckets of one that stays: the base strategy's own, then the largest."""
+    """Return the space without bucket sizes that give the same buckets as one that stays.
+
+    The base strategy's own size stays, then the largest.
+    """
     own, choices = parameters_of(space.base)["fusion"], dict(space.choices)
     names = [name for name in ("local_steps", "thread_num") if name in choices]
     ways: list[Parameters] = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[name] for name in names))]

@@ -1,4 +1,4 @@
-"""State: what a decision knows so far, while it reads its evidence from the beginning."""
+"""State: what a decision knows so far, while it reads its evidence from the start."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from tuner.recommendation import Arm, TargetCheck
 from tuner.space import learns_as
 
 Way = tuple[object, ...]
-"""What trains alike; see ``learns_as``."""
+"""Key of strategies that train alike; see ``learns_as``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a tuning decides about, beside its evidence."""
+    """What a tuning decides about, besides its evidence."""
 
     experiment: Experiment
+    """Experiment that is tuned."""
     arms: tuple[Arm, ...]
-    """The first is the default."""
+    """Arms, the default first."""
     others: Mapping[DistributedStrategy, float] = field(default_factory=dict)
-    """Simulated time over the default's, of strategies that may become arms, and of those that are: to the target where virtual
-    trainers were asked, else of a step."""
+    """Simulated time over the default's, of strategies that may become arms and of arms: to the target if
+    virtual trainers trained, else per step."""
     prepare: Callable[[Arm], Arm] = lambda arm: arm
-    """Completes what becomes an arm: a function of the arm alone."""
+    """Completes a new arm: a function of the arm only."""
     step_s: float = 0.0
-    """Expected seconds of a step, until a leg has shown what it really takes."""
+    """Expected seconds per step, until a leg has measured them."""
 
 
 @dataclass(slots=True)
@@ -43,12 +44,13 @@ class State:
     setting: Setting
     ledger: Ledger
     arms: dict[str, Arm] = field(init=False)
+    """Arms by name."""
     seeds: range = field(init=False)
-    """Of runs to the target: as many as may be."""
+    """Seeds of runs to the target, as many as may run."""
     ratios: dict[str, float] = field(default_factory=dict)
-    """Of the legs that ranked an arm: its mean time over the default's in the same round."""
+    """Mean time of each ranked arm over the default's in the same round."""
     ways: dict[Way, TargetCheck] = field(default_factory=dict)
-    """Runs to the target of each way of training; ``from_arm`` names the arm that they were of."""
+    """Runs to the target of each way of training; ``from_arm`` names the arm that ran."""
     in_vain: set[Way] = field(default_factory=set)
     """Ways that real runs have ruled out."""
     notes: list[Note] = field(default_factory=list)
@@ -58,30 +60,30 @@ class State:
 
     @property
     def experiment(self) -> Experiment:
-        """What is tuned."""
+        """Experiment that is tuned."""
         return self.setting.experiment
 
     @property
     def default(self) -> Arm:
-        """The arm that all others are compared with."""
+        """Arm that all others are compared with."""
         return self.arms[DEFAULT]
 
     @property
     def asked(self) -> bool:
-        """Whether virtual trainers have said what ways of training are worth."""
+        """Whether virtual trainers have priced the ways of training."""
         return self.default.virtual_updates is not None
 
     def way(self, name: str) -> Way:
-        """Of an arm."""
+        """Return the way of training of an arm."""
         return learns_as(self.arms[name].strategy)
 
     def virtual(self, arm: Arm) -> float:
-        """Updates to the target over the default's, by virtual trainers; 1 where they say nothing."""
+        """Return updates to the target over the default's, by virtual trainers; 1 if they have none."""
         default = self.default.virtual_updates
         return 1.0 if default is None or arm.virtual_updates is None else arm.virtual_updates / default
 
     def add(self, strategy: DistributedStrategy) -> Arm:
-        """A strategy of the search as an arm."""
+        """Add a strategy of the search as an arm."""
         number = sum(name.startswith("candidate") for name in self.arms) + 1
         simulated_s = self.setting.others[strategy] * self.default.simulated_s
         arm = self.setting.prepare(Arm(name=f"candidate {number}", strategy=strategy, simulated_s=simulated_s))
@@ -89,7 +91,7 @@ class State:
         return arm
 
     def update(self, name: str, **changes: object) -> None:
-        """Let an arm have other values of its fields."""
+        """Change fields of an arm."""
         self.arms[name] = dataclasses.replace(self.arms[name], **changes)  # type: ignore[arg-type]  # fields of Arm, by name
 
     @contextmanager
@@ -104,5 +106,5 @@ class State:
 
 
 def says(failure: LegFailed) -> str:
-    """Where a leg failed, and of what."""
+    """Describe where and why a leg failed."""
     return f"failed on {failure.where}: {failure.what}"

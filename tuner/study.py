@@ -1,8 +1,8 @@
-"""Study: the search's memory, and a tuning's record, in Optuna's storage.
+"""Study: the memory of a search, and the record of a tuning, in Optuna's storage.
 
-A study of the memory belongs to one experiment, by its digest, and outlives the process: a search that is started again goes on after the
-trials that are complete. One that was under way when its process was killed is marked failed, and counts nowhere; a study has one
-process at a time.
+A study belongs to one experiment, by its digest, and outlives the process: a restarted search continues after
+the complete trials. A trial that was running when its process was killed is marked failed and does not count.
+A study has one process at a time.
 """
 
 import datetime as dt
@@ -32,15 +32,18 @@ _PLAIN = (bool, int, float, str)
 
 @contextmanager
 def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
-    """The experiment's study, ``out/studies/<name>-<digest>.journal``. Raises ``ConfigError`` for a journal that is damaged."""
+    """Open the experiment's study, ``out/studies/<name>-<digest>.journal``.
+
+    Raises ``ConfigError`` for a journal that is damaged.
+    """
     name = f"{experiment.name}-{experiment.digest()}"
     path = out / "studies" / f"{name}.journal"
     with _quiet():
-        with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's, of another version or a damaged journal
+        with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's errors, for another version or a damaged journal
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not f"\n{path.read_text(encoding='utf-8')}".endswith("\n"):
                 raise ValueError("its last line is not whole")
-            # a trial adds to a journal in a sixth of the time that SQLite takes; its lock is a link to it
+            # adding a trial to a journal is six times as fast as to SQLite; its lock is a link to it
             storage = JournalStorage(JournalFileBackend(str(path.resolve())))
             study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
             for trial in trials(study, TrialState.RUNNING):
@@ -49,15 +52,15 @@ def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
 
 
 def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
-    """The study's trials in these states, by number."""
+    """Return the study's trials in these states, by number."""
     return study.get_trials(deepcopy=False, states=states)
 
 
 def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float]) -> None:
-    """Run the next trial: one that waits, or else one that TPE proposes from what is complete. Raises what ``objective`` raises.
+    """Run the next trial: a waiting one, or else one that TPE proposes. Raises as ``objective``.
 
-    The sampler is made again from the seed and the number of trials before it, so that a search that was killed goes on as if
-    it had not been.
+    The sampler is recreated from the seed and the number of trials before it, so a search that was killed
+    continues as if it had not been.
     """
     num_before = len(trials(study, TrialState.COMPLETE, TrialState.PRUNED))
     word = int(np.random.SeedSequence([seed, num_before]).generate_state(1)[0])
@@ -69,10 +72,12 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
 
 @dataclass(slots=True)
 class Recorded:
-    """Seconds of a step by simulation, of each strategy with the seconds that simulating it took."""
+    """Simulated seconds per step of each strategy, with the seconds that simulating it took."""
 
     step_s: Callable[[DistributedStrategy], float]
+    """Function that simulates a strategy."""
     values: dict[DistributedStrategy, tuple[float, float]] = field(default_factory=dict)
+    """Results and durations by strategy."""
 
     def __call__(self, strategy: DistributedStrategy) -> float:
         """Simulate a strategy."""
@@ -82,7 +87,7 @@ class Recorded:
         return value
 
     def save(self, path: Path, name: str, attributes: Callable[[DistributedStrategy], Mapping[str, Any]]) -> None:
-        """Write a study in which every strategy is a trial: fields in which they differ, value, duration, and the ``attributes``."""
+        """Write a study with a trial per strategy: differing fields, value, duration, ``attributes``."""
         points = [{key: value if isinstance(value, _PLAIN) else str(value) for key, value in flat(encode(one))} for one in self.values]
         choices = {key: list(dict.fromkeys(point.get(key) for point in points)) for point in points for key in point}
         varied: dict[str, BaseDistribution] = {key: CategoricalDistribution(values) for key, values in choices.items() if len(values) > 1}
@@ -98,7 +103,7 @@ class Recorded:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Optuna's log off stderr."""
+    """Silence Optuna's log on stderr."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -1,7 +1,8 @@
-"""Targets: runs to the target from the initial parameters, what they say of a way of training, and what they rule out.
+"""Targets: runs to the target from the initial parameters, and what they show about ways of training.
 
-Time to the target is updates to the target times seconds an update. Updates depend on the way of training alone, and on the seed: their
-runs are shared by all arms that train alike, and each finalist's are paired with the default's of the same seeds (``tuner.to_target``).
+Time to the target is updates to the target times seconds per update. Updates depend only on the way of
+training and the seed: all arms that train alike share their runs, and each finalist's runs are paired with
+the default's for the same seeds (``tuner.to_target``).
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from tuner.to_target import FEWEST_SEEDS, SPREAD, Updates, too_few
 
 
 def reaches_target(state: State, name: str) -> bool:
-    """Whether the arm's runs to the target let it be recommended; otherwise it is rejected."""
+    """Whether the arm's runs to the target allow its recommendation; otherwise it is rejected."""
     with state.rejecting(name):
         check_target(state, name)
         if (rejection := _rejection(state, name)) is not None:
@@ -30,7 +31,7 @@ def reaches_target(state: State, name: str) -> bool:
 
 
 def check_target(state: State, name: str) -> None:
-    """Run to the target, and, where the arm trains otherwise than the default, with several seeds."""
+    """Run to the target, with several seeds if the arm trains differently from the default."""
     if (target := state.experiment.workload.target_loss) is None:
         return
     way = state.way(name)
@@ -48,7 +49,7 @@ def check_target(state: State, name: str) -> None:
 
 
 def run_rates(state: State) -> None:
-    """A script's default at every other learning rate to the target, once: a rate moves no clock, and ranks all that has it."""
+    """Run a script's default to the target once at every other learning rate, which changes no times."""
     default = state.default
     rated = [arm.name for arm in state.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
     for name in rated if not state.asked else ():
@@ -61,7 +62,10 @@ def run_rates(state: State) -> None:
 
 
 def missing(state: State, name: str) -> int:
-    """Runs to the target without which nothing is proved of an arm; 0 where it trains like the default, or losses are declared."""
+    """Return how many runs to the target a proof for an arm lacks.
+
+    It is 0 if the arm trains like the default, or if losses are declared.
+    """
     ways, experiment = {state.way(name), state.way(DEFAULT)}, state.experiment
     if len(ways) == 1 or experiment.workload.target_loss is None or experiment.run.device == "emulated":
         return 0
@@ -69,13 +73,13 @@ def missing(state: State, name: str) -> int:
 
 
 def may_prove(state: State, name: str) -> bool:
-    """Whether setting and budget allow for the runs to the target that an arm needs."""
+    """Whether setting and budget allow the runs to the target that an arm needs."""
     wanted = missing(state, name)
     return not wanted or (len(state.seeds) >= FEWEST_SEEDS and state.ledger.affords(2 * FIRST_LOOK, num_targets=wanted))
 
 
 def too_few_runs(state: State, name: str, legs: int) -> str | None:
-    """Says that the runs to the target are too few for USE, and what to change; none where they are enough."""
+    """Return that runs to the target are too few for USE, and what to change; none if they are enough."""
     if not (wanted := missing(state, name)):
         return None
     ran = min(len(state.ways[way].updates) for way in (state.way(name), state.way(DEFAULT)))
@@ -84,7 +88,10 @@ def too_few_runs(state: State, name: str, legs: int) -> str | None:
 
 
 def updates_of(state: State, name: str) -> Updates | None:
-    """What the finalist's runs say of its updates; none where they are the default's, or it never arrives."""
+    """Return the ratio of updates from the finalist's runs.
+
+    None if it trains like the default, or never arrives.
+    """
     way, base = state.way(name), state.way(DEFAULT)
     if way == base or way not in state.ways or not state.ways[base].reached:
         return None
@@ -96,16 +103,20 @@ def updates_of(state: State, name: str) -> Updates | None:
 
 
 def metrics_of(state: State, name: str) -> tuple[float, float] | None:
-    """The arm's and the default's metric, in the mean over seeds of which both are known; none where none are."""
+    """Return the arm's and the default's metric, means over seeds for which both are known.
+
+    None if there are none.
+    """
     found = zip(state.ways[state.way(name)].metrics, state.ways[state.way(DEFAULT)].metrics, strict=False)
     known = [(own, default) for own, default in found if own is not None and default is not None]
     return None if not known else (statistics.fmean(own for own, _ in known), statistics.fmean(default for _, default in known))
 
 
 def _run_other_seeds(state: State, name: str) -> None:
-    """The default and the arm to the target with every further seed, as far as the budget has room, and as long as the arm may pass.
+    """Run default and arm to the target with every further seed, within the budget, while the arm may pass.
 
-    None where there are enough already: an earlier tuning has judged them, and more would be another look.
+    Nothing runs if there are enough already: an earlier tuning has judged them, and more would be another
+    look.
     """
     way, base, late = state.way(name), state.way(DEFAULT), math.log(state.ratios[name])
     judged = state.ledger.seeds_before(state.arms[name], state.seeds)
@@ -129,7 +140,7 @@ def _run_other_seeds(state: State, name: str) -> None:
 
 
 def _run_to_target(state: State, name: str, number: int) -> None:
-    """The arm's run with the n-th seed, if none of its way has it."""
+    """Run the arm with the n-th seed, unless its way has that run."""
     way = state.way(name)
     check = state.ways.get(way, TargetCheck(reached=False, from_arm=name))
     if number < len(check.updates):
@@ -145,7 +156,7 @@ def _run_to_target(state: State, name: str, number: int) -> None:
 
 
 def _show(state: State, name: str) -> None:
-    """Let the arm have what is known of its way, in seconds of its own steps."""
+    """Give the arm the results of its way, in seconds of its own steps."""
     check = state.ways[state.way(name)]
     assert check.steps is not None
     median, step_s = median_arrival(check.updates), state.arms[name].real_s
@@ -154,7 +165,7 @@ def _show(state: State, name: str) -> None:
 
 
 def _rejection(state: State, name: str) -> str | None:
-    """Why an arm's runs to the target rule it out. Without a target nothing does."""
+    """Return why an arm's runs to the target exclude it; none without a target."""
     arm, default, target = state.arms[name], state.default, state.experiment.workload.target_loss
     if arm.target is None or default.target is None:
         return None
@@ -173,7 +184,7 @@ def _rejection(state: State, name: str) -> str | None:
 
 
 def _misses(check: TargetCheck, target: float | None) -> str:
-    """That no run arrived, in words."""
+    """Describe that no run arrived."""
     loss, runs = check.final_loss, len(check.updates)
     at_last = loss is not None and target is not None and loss <= target
     needs = ", of three evaluations in a row: workload.eval_every" if at_last else ""
@@ -183,7 +194,7 @@ def _misses(check: TargetCheck, target: float | None) -> str:
 
 
 def _falls(state: State, name: str) -> str | None:
-    """Says so where the metric is lower than the default's by more than it may be."""
+    """Return a sentence if the metric is lower than the default's by more than allowed; else none."""
     tune, metrics = state.experiment.tune, metrics_of(state, name)
     if metrics is None or metrics[1] - metrics[0] <= tune.metric_drop:
         return None

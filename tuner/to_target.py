@@ -1,18 +1,20 @@
-"""Updates to the target: how many fewer of them one way of training takes than another, from runs that share seeds.
+"""Updates to the target: how many fewer one way of training needs than another, from runs that share seeds.
 
-Runs of one seed have initial parameters and the order of the data in common, so their log ratio has less spread than a run. It is taken
-for normal. A run that ends before it arrives is censored: of the ratio a bound is known, which counts as the chance of lying beyond it
-(Tobin 1958, Econometrica 26). The interval is that of the profile likelihood (Meeker and Escobar 1998, Statistical Methods for Reliability
-Data, chapter 8), cut where a complete sample's is Student's t, which it then equals; degrees of freedom are those of the ratios that are
-known. Two things are not modelled: the bound of a censored ratio depends on the run that did arrive, and seeds in which neither arrives
-count nowhere.
+Runs with one seed share initial parameters and the order of the data, so their log ratio has less spread than
+a single run. It is assumed to be normal. A run that ends before it arrives is censored: only a bound of the
+ratio is known, which counts as the chance of lying beyond it (Tobin 1958, Econometrica 26). The interval is
+that of the profile likelihood (Meeker and Escobar 1998, Statistical Methods for Reliability Data, chapter 8),
+with the threshold at which it equals Student's t for a complete sample; degrees of freedom are those of the
+known ratios. Two things are not modelled: the bound of a censored ratio depends on the run that did arrive,
+and seeds in which neither arrives do not count.
 
-A script's loss is that of its batches, so that where it crosses the target is itself uncertain (``on_line``). Between seeds that is part
-of the spread; of one seed it is a part of the interval.
+A script's loss is that of its batches, so its crossing of the target is itself uncertain (``on_line``).
+Between seeds that is part of the spread; with one seed it is part of the interval.
 
-With fewer than ``FEWEST_SEEDS`` seeds nothing is proved, because their spread says too little of how far runs differ. Their
-interval is that of a scaled inverse chi-square prior of the ratios' variance (Gelman et al. 2013, Bayesian Data Analysis,
-section 3.2): ``SPREAD`` counts as ``SPREAD_FREE`` degrees of freedom beside those of the ratios.
+With fewer than ``FEWEST_SEEDS`` seeds nothing is proved, because they do not show how far runs differ. Their
+interval uses a scaled inverse chi-square prior for the ratios' variance (Gelman et al. 2013, Bayesian Data
+Analysis, section 3.2): ``SPREAD`` counts as ``SPREAD_FREE`` degrees of freedom in addition to those of the
+ratios.
 """
 
 from __future__ import annotations
@@ -35,51 +37,60 @@ from real.processes.roles import SEED
 from tuner.notes import Ratios
 
 CONFIDENCE = 0.9
-"""Of the interval of a penalty."""
+"""Confidence of the interval of a penalty."""
 FEWEST_SEEDS = 5
-"""With which runs to the target may prove a gain."""
+"""Least number of seeds with which runs to the target may prove a gain."""
 SPREAD, SPREAD_FREE = 0.2, 4
-"""Deviation of a log ratio between seeds, and degrees of freedom with which it is assumed. Ratios that share their seed
-have 0.09 in the runs of ``reports/``, and some 0.3 (``reports/tuner/README.md``); a script that takes no seed pairs nothing."""
+"""Assumed standard deviation of a log ratio between seeds, and its degrees of freedom. Ratios that share
+their seed have 0.09 in the runs of ``reports/``, and some 0.3 (``reports/tuner/README.md``). The runs of a
+script that ignores its seed are not paired."""
 _LEAST_WINDOWS = 4
-"""With fewer a line has no deviation."""
+"""Least number of windows for which a line has a deviation."""
 _FARTHEST = 20.0
-"""Of an interval's end, in logarithms: no way of training takes e^20 times as many updates."""
+"""Largest end of an interval, in logarithms: no way of training takes e^20 times as many updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Log ratios of updates to the target, default over finalist, one a seed; above 0 the finalist takes fewer."""
+    """Log ratios of updates to the target, default over finalist, one per seed.
+
+    Above 0 the finalist needs fewer.
+    """
 
     ratios: tuple[float, ...]
     known: tuple[int, ...]
-    """Of each ratio: 0, it is that; 1, at least that, as the default did not arrive; -1, at most that, as the finalist did not."""
+    """State of each ratio: 0, exact; 1, a lower bound, because the default did not arrive; -1, an upper
+    bound, because the finalist did not."""
     noise: float = 0.0
-    """Standard deviation of the ratio, where it is one, as far as its two runs tell it; infinite where they do not."""
+    """Standard deviation of a single ratio, as far as its two runs show it; infinite if they do not."""
     spread: float = 0.0
-    """Deviation between seeds that is assumed beside what the ratios show; 0 where nothing is."""
+    """Assumed standard deviation between seeds, in addition to what the ratios show; 0 if none is assumed."""
 
     @classmethod
     def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float, own_steps: float | None = None) -> Updates:
-        """Of runs by seed, none of one that did not arrive in so many ``steps``; seeds in which neither did tell nothing."""
+        """Return the ratios of runs by seed; none stands for a run that did not arrive within ``steps``.
+
+        Seeds in which neither arrived are dropped.
+        """
         pairs = [pair for pair in zip(default, own, strict=False) if pair != (None, None)]
         ratios = tuple(math.log((one or steps) / (other or own_steps or steps)) for one, other in pairs)
         return cls(ratios, tuple((one is None) - (other is None) for one, other in pairs))
 
     @property
     def num_known(self) -> int:
-        """Seeds in which both arrived."""
+        """Number of seeds in which both arrived."""
         return self.known.count(0)
 
     @property
     def mean(self) -> float:
-        """Of the log ratios: the likeliest one."""
+        """Most likely mean of the log ratios."""
         return _likeliest(self)[0]
 
     def half(self, error: float, side: int) -> float:
-        """Distance from the mean to the end of the interval that the truth lies beyond with a chance of ``error``.
+        """Return the distance from the mean to the end that the truth exceeds with chance ``error``.
 
-        ``side``: -1 of the lower, 1 of the upper end. Of one seed by ``noise`` and ``spread``; infinite where too few arrived.
+        ``side``: -1 for the lower, 1 for the upper end. With one seed it uses ``noise`` and ``spread``;
+        infinite if too few arrived.
         """
         if len(self.ratios) == 1 and self.num_known == 1:
             of_seeds = stats.t(SPREAD_FREE) if self.spread else stats.norm
@@ -88,9 +99,10 @@ class Updates:
 
 
 def arrival_of(result: RunResult, experiment: Experiment) -> tuple[float | None, float | None]:
-    """Steps of a run to the experiment's target, and the deviation of their logarithm: of a script, whose losses are batches', on a line.
+    """Return the steps of a run to the target, and the standard deviation of their logarithm.
 
-    Raises ``ConfigError`` where the script's own strategy is there within the first window of losses.
+    A script's losses are those of batches, so a line is fitted to them. Raises ``ConfigError`` if the
+    script's own strategy arrives within the first window of losses.
     """
     workload, updates = experiment.workload, result.summary.steps_to_target
     if updates is None or workload.target_loss is None or experiment.run.launcher != "command":
@@ -104,11 +116,12 @@ def arrival_of(result: RunResult, experiment: Experiment) -> tuple[float | None,
 
 
 def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: float) -> tuple[float, float | None]:
-    """Where the loss crosses the target, and the standard deviation of its logarithm, where losses are noisy means.
+    """Return where the loss crosses the target, and the deviation of its logarithm, for noisy mean losses.
 
-    A straight line over the logarithm of steps is fitted to the windows, ``(middle, mean loss)``, from half of ``crossed``, about where it
-    is, to twice of it, or to the four nearest. The deviation is that of inverse regression (Draper and Smith 1998, Applied Regression
-    Analysis, section 3.2). It is ``crossed``, with no deviation, where there are fewer windows, or the line does not fall to the target
+    A straight line over the logarithm of steps is fitted to the windows, ``(middle, mean loss)``, between
+    half and twice ``crossed``, its approximate place, or to the four nearest. The deviation is that of
+    inverse regression (Draper and Smith 1998, Applied Regression Analysis, section 3.2). The result is
+    ``crossed``, without a deviation, if there are fewer windows, or if the line does not fall to the target
     between half and twice of it.
     """
     nearest = sorted(windows, key=lambda window: abs(math.log(window[0] / crossed)))
@@ -146,7 +159,10 @@ def _half(updates: Updates, error: float, side: int) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _likeliest(updates: Updates) -> tuple[float, float]:
-    """Mean of the largest likelihood, and that likelihood's logarithm; the plain mean of ratios that are all known."""
+    """Return the mean of the largest likelihood, and its logarithm.
+
+    The plain mean if all ratios are known.
+    """
     ratios = np.array(updates.ratios)
     if updates.num_known in (0, len(ratios)):
         return float(ratios.mean()), math.nan
@@ -158,16 +174,16 @@ def _likeliest(updates: Updates) -> tuple[float, float]:
 
 
 def _prior(updates: Updates) -> tuple[int, float]:
-    """Degrees of freedom and sum of squares that count beside those of the ratios."""
+    """Return degrees of freedom and sum of squares of the prior."""
     return (SPREAD_FREE, SPREAD_FREE * updates.spread**2) if updates.spread else (0, 0.0)
 
 
 def _profile(updates: Updates, mean: float) -> float:
-    """Log likelihood of a mean, at the deviation that is likeliest beside it."""
+    """Return the log likelihood of a mean, at the most likely deviation for it."""
     ratios, known = np.array(updates.ratios), np.array(updates.known)
     off, (assumed, squares) = ratios - mean, _prior(updates)
     num, squares = updates.num_known + assumed, squares + float(np.square(off[known == 0]).sum())
-    away = math.sqrt(squares / num) + 1e-6  # the likeliest of the ratios that are known
+    away = math.sqrt(squares / num) + 1e-6  # most likely for the known ratios
 
     def lost(log_deviation: float) -> float:
         deviation = math.exp(log_deviation)
@@ -180,9 +196,9 @@ def _profile(updates: Updates, mean: float) -> float:
 
 
 def too_few(ran: int, missing: int, seeds: int, asked: int, budget: str | None) -> str:
-    """That runs of so many seeds are too few for USE, and what to change.
+    """Describe that runs with this many seeds are too few for USE, and what to change.
 
-    ``seeds`` of the ``asked`` ones differ, which are those of the setting; ``budget`` has room for the ``missing`` runs.
+    ``seeds`` of the ``asked`` ones differ; ``budget`` is a setting with room for the ``missing`` runs.
     """
     if seeds < asked:
         what = f"the script ignores {SEED}, from which it should take its seed"
@@ -196,24 +212,25 @@ def too_few(ran: int, missing: int, seeds: int, asked: int, budget: str | None) 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """How many more steps local training takes to the target at a K that was not run, from runs at those that were.
+    """Relative number of additional steps that local training needs to the target at an untried K.
 
-    The mean of parameters that have drifted for K - 1 steps is worse than parameters that met in each of them, and the bounds on it grow
-    with K - 1 (Stich, arXiv 1805.09767, theorem 2.2). So steps at K are those of synchronous training times ``1 + c (K - 1)``, with ``c``
-    the least squares' over the ratios that were run. A training that did not arrive counts as one that needs all its steps: ``c`` is a
-    lower bound then.
+    The mean of parameters that have drifted for K - 1 steps is worse than that of parameters that were
+    averaged in each of them, and the bounds on it grow with K - 1 (Stich, arXiv 1805.09767, theorem 2.2). So
+    steps at K are those of synchronous training times ``1 + c (K - 1)``, with ``c`` from least squares over
+    the measured ratios. A training run that did not arrive counts as needing all its steps, so ``c`` is then
+    a lower bound.
     """
 
     c: float
-    """A step between two averagings more."""
+    """Relative increase per additional local step between two averagings."""
     half: float | None
-    """Half the 90 % interval of ``c``; none where a single run says it."""
+    """Half the 90 % interval of ``c``; none if it comes from a single run."""
     largest: int
-    """K that was run; beyond it, ``ratio`` is outside of what was measured."""
+    """Largest K that was run; beyond it, ``ratio`` is an extrapolation."""
 
     @classmethod
     def of(cls, ratios: Mapping[int, Sequence[float]]) -> Self | None:
-        """Fitted to ratios by K, one a seed; none without any at a K above 1."""
+        """Fit the penalty to ratios by K, one per seed; none without any K above 1."""
         pairs = [(k - 1, ratio - 1) for k, own in ratios.items() if k > 1 for ratio in own]
         if not pairs:
             return None
@@ -226,11 +243,11 @@ class Penalty:
         return cls(c, half, int(x.max()) + 1)
 
     def ratio(self, k_steps: int) -> float:
-        """At K; never below a tenth, which no straight line is to be believed beyond."""
+        """Return the ratio at K; at least a tenth, because no straight line is credible below that."""
         return max(0.1, 1 + self.c * (k_steps - 1))
 
     def at(self, levels: Sequence[int]) -> Ratios:
-        """The curve at some K."""
+        """Return the curve at some K."""
         interval = "one run, no interval" if self.half is None else f"90 % interval +-{100 * self.half:.2g} %"
         what = f"steps to the target, {100 * self.c:.2g} % more with each local step ({interval}; run up to K = {self.largest})"
         return Ratios(what=what, ratios={f"K = {k}": self.ratio(k) for k in levels if k > 1})

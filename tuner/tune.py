@@ -39,9 +39,9 @@ from tuner.verify import Progress, verify
 from tuner.ways import Ways, over_seeds, price_ways
 
 Simulate = Callable[[Experiment], RunResult]
-"""The seam to the simulator; ``sim.run.simulate`` is the one in use."""
+"""Interface to the simulator; the default is ``sim.run.simulate``."""
 _VIRTUAL_SEEDS = 16
-"""With which the best ways of training are compared, at most."""
+"""Largest number of seeds with which the best ways of training are compared."""
 _LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
 _COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (MIXED_PRECISION, ("amp", "amp_configs")))
 """Rules that change compute: their names, and the fields that they set."""
@@ -58,17 +58,20 @@ def tune(
     runner: Runner | None = None,
     simulate: Simulate | None = None,
 ) -> tuple[Recommendation, Path]:
-    """Recommend a strategy for an experiment, or for a user's script, and return it with its folder below ``out``.
+    """Recommend a strategy for an experiment, or a user's script, and return it with its folder.
 
-    Of a script ``asked`` says how to search and decide, and may name a target; what is trained, and on how many trainers, is found out.
+    For a script, ``asked`` defines how to search and decide, and may set a target; the workload and the
+    number of trainers are found out.
 
-    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml``, ``evidence.json`` and ``runs/``; the strategy is
-    also stored where ``strategy.auto`` finds it. ``earlier``: the folder of a tuning, of which what still holds is not measured again.
-    ``progress`` is told what is being done, and how much of it; ``begun`` is called when there is something that an interruption leaves.
-    ``runner`` and ``simulate`` stand in for a launch of processes and for the simulator, beside which no virtual trainers are asked.
+    The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml``, ``evidence.json`` and
+    ``runs/``; the strategy is also stored for ``strategy.auto``. ``earlier``: the folder of a tuning whose
+    valid results are not measured again. ``progress`` receives the current stage and its progress; ``begun``
+    is called when an interruption would leave something. ``runner`` and ``simulate`` replace the processes
+    and the simulator; virtual trainers are then not used.
 
-    Raises ``ConfigError`` for what cannot be executed or is being tuned by another process, and ``WorkerFailed`` for processes that die; a
-    tuning that was interrupted goes on after its last complete leg when the same is tuned again below the same ``out``.
+    Raises ``ConfigError`` for what cannot be executed or is being tuned by another process, and
+    ``WorkerFailed`` for processes that die. An interrupted tuning continues after its last complete leg when
+    the same is tuned again below the same ``out``.
     """
     _refuse(asked, is_real=script is None and runner is None)
     began = time.monotonic()
@@ -81,14 +84,14 @@ def tune(
             evidence, notes = _evidence(job, folder, before)
             begun()
             recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, before)
-    except LegLost:  # the machine may do better another time
+    except LegLost:  # another try on this machine may succeed
         raise
     except LegFailed:  # the default's own: what is fixed need not show in a script's file
         folder.discard()
         raise
     experiment = job.experiment
     spent_s = runs.evidence.spent_s(experiment.cluster.trainers) / experiment.cluster.trainers
-    took_s = max(time.monotonic() - began, spent_s)  # a tuning that was taken up again has spent more than it took now
+    took_s = max(time.monotonic() - began, spent_s)  # a resumed tuning has spent more than it took now
     cost = cost_of(recommendation, took_s, len(evidence.outcomes), None if job.held_s is None else job.held_s())
     told, buckets_mb = (*recommendation.told, *notes, *job.notes(), cost), bucket_sizes_mb(experiment, recommendation.strategy)
     recommendation = dataclasses.replace(recommendation, told=told, buckets_mb=buckets_mb)
@@ -98,12 +101,12 @@ def tune(
 
 
 def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> None:
-    """Put the strategy where ``strategy.auto`` finds it for this model on these trainers."""
+    """Store the strategy where ``strategy.auto`` finds it for this model on these trainers."""
     keep(folder_of(out=out), key_of_profiled(experiment, table_for(experiment)), recommendation.strategy, recommendation.line)
 
 
 def _refuse(asked: Experiment, *, is_real: bool) -> None:
-    """Raise ``ConfigError`` for what no verdict could be given on, before anything is started."""
+    """Raise ``ConfigError`` for what cannot get a verdict, before anything is started."""
     if asked.strategy.mode == "ps":
         refuse_unpriced(asked)
     if asked.tune.metric is not None and asked.workload.target_loss is None:
@@ -119,7 +122,10 @@ def _refuse(asked: Experiment, *, is_real: bool) -> None:
 
 
 def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[Note]]:
-    """What is known: of a tuning that is taken up again, or of an earlier one, with what has moved since; the folder holds it."""
+    """Return the evidence of a resumed or an earlier tuning, with what has changed since.
+
+    The folder stores it.
+    """
     known = None if folder.experiment() is None else folder.evidence()
     inherited, notes = Evidence(), list[Note]()
     if earlier is not None:
@@ -144,7 +150,7 @@ def _measured(
     simulate: Simulate | None,
     earlier: Earlier | None,
 ) -> tuple[Recommendation, RealRuns]:
-    """Search, ask virtual trainers, and verify; with what the search and the profile say."""
+    """Search, ask virtual trainers, and verify; with notes of the search and the profile."""
     experiment = job.experiment
     found, step_s = _search(experiment, simulate, out, stage(progress, "search {} strategies"))
     ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress, earlier)
@@ -183,14 +189,14 @@ def _measured(
         caveat=ways.said_beside(recommendation.strategy),
         told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
     )
-    for one in (*found.tried, *ways.others):  # other learning rates have another's seconds
+    for one in (*found.tried, *ways.others):  # other learning rates share another's seconds
         step_s.values.setdefault(one.strategy, (one.trial.simulated_s, 0.0))
     step_s.save(folder.path / "study.journal", experiment.name, lambda strategy: _of_trial(strategy, recommendation, ways))
     return recommendation, runs
 
 
 def _of_trial(strategy: DistributedStrategy, found: Recommendation, ways: Ways) -> dict[str, str | float | None]:
-    """What a tuning says of a strategy that it has simulated."""
+    """Return what a tuning reports about a simulated strategy."""
     arm = next((arm for arm in found.arms if arm.strategy == strategy), None)
     ran = None if arm is None else arm.rejected or ("recommended" if strategy == found.strategy else "not recommended")
     steps = ways.weight(strategy) if way_of(strategy) in ways.updates else None
@@ -206,12 +212,12 @@ def _ways(
     progress: Progress | None,
     earlier: Earlier | None,
 ) -> Ways:
-    """What ways of training are worth, by virtual trainers; those that choose one are not those that prove it."""
+    """Price ways of training by virtual trainers; the seeds that choose a way are not those that prove it."""
     first, known = seeds_of(experiment).stop, None if earlier is None else earlier.learnt
     ways = price_ways(experiment, found, step_s, learn, out, stage(progress, "virtual trainers"), known, first)
     if learn is None or not ways.updates:
         return ways
-    # one seed tells little: more of them for twice as many as there is room for
+    # one seed says little: several seeds for the best ways, twice as many as there is room for
     tried = (*found.best(2 * experiment.tune.finalists, ways.others, ways.seconds), *filter(None, [found.advice]))
     best, seeds = [one.strategy for one in tried], range(first, first + _VIRTUAL_SEEDS)
     told = stage(progress, "virtual trainers of other seeds")
@@ -221,7 +227,7 @@ def _ways(
 def _search(
     experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None
 ) -> tuple[Search, Recorded]:
-    """The simulated trials, and what simulates one more; of servers the modes, without advice."""
+    """Return the simulated trials, and what simulates another one; with servers the modes, without advice."""
     short = shortened(experiment)
     step_s = Recorded(step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy))))
     if experiment.strategy.mode == "ps":
@@ -235,7 +241,7 @@ def _search(
 
 
 def _of_profile(experiment: Experiment) -> tuple[Remark, ...]:
-    """What it says of other training; and that it was taken on a busy machine, or its times lack their stragglers."""
+    """Return notes about other training, a busy machine, and times without their stragglers."""
     profile = profile_of(experiment)
     if profile is None:
         return ()
@@ -244,7 +250,7 @@ def _of_profile(experiment: Experiment) -> tuple[Remark, ...]:
 
 
 def cost_of(found: Recommendation, took_s: float, replayed: int, held_s: float | None) -> Cost:
-    """What a tuning of so many seconds cost, and what its recommendation saves."""
+    """Return what a tuning of ``took_s`` seconds cost, and what its recommendation saves."""
     saved_s = statistics.fmean(pair.default_s - pair.finalist_s for pair in found.pairs) if found.verdict == "USE" else 0.0
     return Cost(
         took_s=took_s,
@@ -255,9 +261,10 @@ def cost_of(found: Recommendation, took_s: float, replayed: int, held_s: float |
 
 
 def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
-    """Simulated time of a step over the default's, of different strategies of the search, and of default and advice.
+    """Return simulated step time over the default's, for the search's different strategies and the advice.
 
-    Where virtual trainers have said what ways of training are worth: time to the target, of ways that arrive, in the search and beside it.
+    If virtual trainers have priced the ways of training, it is the time to the target, for all ways that
+    arrive.
     """
     default, tried = found.default, [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
     if not ways.updates:
@@ -271,7 +278,7 @@ def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
 
 
 def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm], list[Note]]:
-    """The default, Fleet's advice where it is another strategy, the best candidates, and ways that only real runs can price."""
+    """Return the default, Fleet's advice, the best candidates, and ways that only real runs can price."""
     chosen, finalists = [(DEFAULT, found.default)], experiment.tune.finalists
     notes = [*ways.notes]
     if found.advice is not None and found.advice.key != found.default.key:
@@ -284,7 +291,7 @@ def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm],
 
 
 def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
-    """With what its legs run, and what virtual trainers say."""
+    """Complete an arm with the strategy of its legs, and with the results of virtual trainers."""
     found = ways.levels(arm.strategy, experiment.workload)
     paced = in_leg(found, (leg_steps_of(experiment) - OUTSIDE) // arm.strategy.gradient_merge_configs.k_steps)
     updates = ways.weight(arm.strategy) if way_of(arm.strategy) in ways.updates else None
@@ -292,16 +299,17 @@ def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
 
 
 def _name(run: RunResult) -> str:
-    """Of a stored run's folder, to lay beside real ones."""
+    """Return the folder name of a stored simulated run, for comparison with real ones."""
     assert run.path is not None
     return run.path.name
 
 
 def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
-    """Fleet's advice on top of the experiment's strategy, without what this experiment cannot measure, which is listed with the reason.
+    """Return Fleet's advice on the experiment's strategy; rules that it cannot measure are listed.
 
-    A rule that changes compute needs a layer table of its own in the profile. Local SGD needs a target that prices what it
-    costs in loss, and a first decay within the steps that are measured. ``table`` is that of the experiment's own strategy.
+    A rule that changes compute needs a layer table of its own in the profile. Local SGD needs a target that
+    prices what it costs in loss, and a first decay within the steps that are measured. ``table`` is that of
+    the experiment's own strategy.
     """
     size = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
     base, device = experiment.strategy, experiment.run.device

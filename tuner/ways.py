@@ -1,10 +1,11 @@
-"""Ways of training: how many steps of a trainer each takes to the target, by virtual trainers, before a process starts.
+"""Ways of training: steps that each needs to the target, by virtual trainers, before processes start.
 
-Bucket sizes and communicators move the seconds of a step; local steps, an outer optimizer and merged gradients move how many steps there
-are. What a strategy promises is the product; real runs decide, with other seeds.
+Bucket sizes and communicators change the seconds per step; local steps, an outer optimizer and merged
+gradients change the number of steps. A strategy promises the product; real runs decide, with other seeds.
 
-Ways beside the search space take the fastest timing knobs that the search found for as many local steps. Rounds of adaptive K, and local
-steps that begin late, are not alike: seconds are those of fixed rounds that meet as often on the way to the target (``Ways.levels``).
+Ways outside the search space use the fastest timing knobs that the search found for as many local steps.
+Rounds of adaptive K, and local steps that begin late, vary: their seconds are those of fixed rounds that
+synchronise as often on the way to the target (``Ways.levels``).
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from tuner.space import name_of, parameters_of, way_of
 from tuner.to_target import Updates
 
 _Change = tuple[DistributedStrategy, dict[str, Any]]
-"""A strategy, and what of it is to change."""
+"""A strategy, and the changes to it."""
 OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
 REFINED: tuple[dict[str, Any], ...] = (
@@ -40,46 +41,49 @@ REFINED: tuple[dict[str, Any], ...] = (
     {"overlap_steps": 1},
     {"fragments": 2, "overlap_steps": 1},
 )
-"""What the best way with local steps is tried with, one after the other."""
+"""Changes to the best way with local steps that are tried, one after the other."""
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""``lr_scale`` that may be tried where ``tune.lr_scale`` names none."""
+"""Values of ``lr_scale`` that may be tried if ``tune.lr_scale`` is empty."""
 SLACK = 2.0
-"""Times the default's seconds to the target by one seed, after which a training is given up: others may tell another tale."""
+"""Factor on the default's seconds to the target with one seed, after which a run is given up: other seeds may
+differ."""
 NOTICED = 0.9
-"""Share of the default's steps below which another learning rate is worth a note, and other ways are trained at it."""
+"""Share of the default's steps below which another learning rate is worth a note, and is used for other
+ways."""
 _CORE_FLOPS_S = 1e11
-"""What one core computes at most."""
+"""Peak FLOP/s of one core."""
 _BY_STEPS = left_out("updates to the target", "are not known", "ways of training are ranked by the seconds of a step alone")
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What virtual trainers say of the ways of training that are known to the search, and of others."""
+    """Results of virtual trainers for the ways of training in the search, and for others."""
 
     updates: Mapping[Way, tuple[float | None, ...]] = field(default_factory=dict)
-    """By ``way_of``: steps to the target by seed, none where it does not arrive; empty where nothing is known."""
+    """Steps to the target by seed, for each ``way_of``; none if it does not arrive. Empty if nothing is
+    known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
     notes: tuple[Note, ...] = ()
     steps: int = 0
-    """After which a training is over."""
+    """Number of steps after which a run ends."""
     own: Way = ()
-    """The default's way."""
+    """Way of the default."""
     learnt: Mapping[str, Reached] = field(default_factory=dict)
-    """What a later tuning need not train again, by key."""
+    """Results that a later tuning need not train again, by key."""
     paces: Mapping[Way, float] = field(default_factory=dict)
-    """Of ways whose rounds differ: their mean, in steps."""
+    """Mean number of steps per round, for ways with varying rounds."""
     caveat: str | None = None
-    """Of the verdict's line: that nothing is known to arrive."""
+    """Note for the verdict's line: nothing is known to arrive."""
     rated: DistributedStrategy | None = None
-    """The default with a learning rate with which it takes fewer steps."""
+    """The default with a learning rate with which it needs fewer steps."""
     lr_scale: float = 1.0
-    """The experiment's."""
+    """Learning-rate factor of the experiment."""
     in_vain: bool = False
-    """Virtual trainers were asked, and no way but the default's is known to arrive."""
+    """Whether virtual trainers trained, and only the default's way is known to arrive."""
 
     def said_beside(self, strategy: DistributedStrategy) -> str | None:
-        """What a verdict of a strategy ends with: the ``caveat``, and what another learning rate alone would do."""
+        """Return the end of a verdict: the ``caveat``, and the effect of only changing the learning rate."""
         if self.rated is None or way_of(strategy) == way_of(self.rated):
             return self.caveat
         own, rated = (self.updates[way] for way in (self.own, way_of(self.rated)))
@@ -88,15 +92,18 @@ class Ways:
         return "; ".join(filter(None, (self.caveat, f"lr_scale = {self.rated.lr_scale:g} alone brings {times} ({steps})")))
 
     def seconds(self, tried: Tried) -> float | None:
-        """Simulated seconds to the target, or of a step where no ways are known; none of a way that does not arrive, or is not known."""
+        """Return simulated seconds to the target, or per step if no ways are known.
+
+        None if its way is not known to arrive.
+        """
         return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
 
     def levels(self, strategy: DistributedStrategy, workload: Workload | None = None) -> Levels:
-        """What has its seconds of a step: itself, or, where rounds were observed on the way to the target, fixed ones that meet as often.
+        """Return the strategies with its seconds per step: itself, or fixed rounds that synchronise as often.
 
-        With a ``workload`` also those of a schedule, over all of its steps.
-
-        At the experiment's learning rate, which does not move them: one that is too high leaves a living script with losses that are none.
+        The latter are used if rounds were observed on the way to the target; with a ``workload`` also for a
+        schedule, over all of its steps. They have the experiment's learning rate, which does not affect
+        times: a too high rate would make a running script's losses infinite.
         """
         pace, strategy = self.paces.get(way_of(strategy)), strategy.replace(lr_scale=self.lr_scale)
         if pace is not None:
@@ -104,11 +111,14 @@ class Ways:
         return ((strategy, 1.0),) if workload is None else levels(strategy, workload.steps, workload.steps_per_epoch)
 
     def step_s(self, strategy: DistributedStrategy, measure: StepS) -> float:
-        """By ``measure``, which times one kind of rounds."""
+        """Return the seconds per step by ``measure``, which times one kind of rounds."""
         return math.fsum(share * measure(one) for one, share in self.levels(strategy))
 
     def weight(self, strategy: DistributedStrategy) -> float:
-        """Steps to the target, the default's in the mean over seeds and others by their mean ratio to it; 1 where no ways are known."""
+        """Return steps to the target: the default's mean over seeds, others by their mean ratio to it.
+
+        1 if no ways are known.
+        """
         if not self.updates:
             return 1.0
         ratios = self.ratios(strategy)
@@ -116,17 +126,23 @@ class Ways:
 
     @property
     def default_steps(self) -> float:
-        """In the mean over seeds, of which those that do not arrive take all."""
+        """Mean of the default's steps over seeds; seeds that do not arrive count with all steps."""
         return statistics.fmean(self.steps if one is None else one for one in self.updates[self.own])
 
     def ratios(self, strategy: DistributedStrategy) -> Updates | None:
-        """How many fewer steps than the default's its way takes, by seed; none of the default's own, or where no ways are known."""
+        """Return how many fewer steps its way needs than the default's, by seed.
+
+        None for the default's own way, or if no ways are known.
+        """
         if (way := way_of(strategy)) == self.own or not self.updates:
             return None
         return Updates.of_runs(self.updates[self.own], self.updates.get(way, ()), self.steps)
 
     def arrives(self, strategy: DistributedStrategy) -> bool:
-        """Whether its way arrives, as often as the default's with the same seeds; the default's own has a price in any case."""
+        """Whether its way arrives at least as often as the default's with the same seeds.
+
+        The default's own always counts.
+        """
         ratios = self.ratios(strategy)
         return ratios is None or (any(self.updates.get(way_of(strategy), ())) and sum(ratios.known) >= 0)
 
@@ -141,10 +157,11 @@ def price_ways(
     known: Mapping[str, Reached] | None = None,
     seed: int | None = None,
 ) -> Ways:
-    """Train the ways of the search and those beside it virtually, largest K first, as many as ``tune.search_seconds`` has room for.
+    """Train the ways of the search, and others, virtually, largest K first, within ``tune.search_seconds``.
 
-    Nothing is known where ``learn`` is none, no loss is learnt, or no way arrives beside or before the default's; nor of a user's script,
-    whose ``others`` real runs are to price. ``known``: what an earlier tuning has learnt; ``seed``: in place of ``run.seed``.
+    Nothing is known if ``learn`` is none, no loss is learnt, or no way arrives as early as the default's; or
+    for a user's script, whose ``others`` need real runs. ``known``: results of an earlier tuning; ``seed``
+    replaces ``run.seed``.
     """
     workload, run = experiment.workload, experiment.run
     if workload.target_loss is not None and run.launcher == "command":
@@ -167,7 +184,7 @@ def price_ways(
         scaled, rate = _train([one for one in tried if one not in merged], varying, trained, experiment.tune)
         refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
         most_s = SLACK * (trained.steps(experiment.strategy) or math.inf) * tried[0].trial.simulated_s
-        for one in merged:  # last: they seldom gain
+        for one in merged:  # last, because they seldom gain
             if trained.steps(start := one.strategy.replace(lr_scale=rate), most_s / one.trial.simulated_s) is not None:
                 scaled.append((one, [start]))
     varying = [one.replace(lr_scale=rate) for one in varying]
@@ -192,11 +209,11 @@ def price_ways(
 def _train(
     tried: Sequence[Tried], varying: Sequence[DistributedStrategy], trained: Trainings, tune: Tune
 ) -> tuple[list[tuple[Tried, list[DistributedStrategy]]], float]:
-    """Train the default's way, which is the first, at several learning rates, the other ways, and the best of these at several rates.
+    """Train the default's way, the first, at several learning rates, then others, the best at several.
 
-    Others are trained at the default's best rate, or, where they do not arrive, or have an outer optimizer, which multiplies it, at the
-    experiment's. A training is given up where the default would be there much sooner. Returns the ways, the default's first, each with the
-    rates at which it arrives; and that rate.
+    Others are trained at the default's best rate, or at the experiment's if they do not arrive, or have an
+    outer optimizer, which multiplies it. A run is given up if the default would arrive much sooner. Returns
+    the ways, the default's first, each with the rates at which it arrives; and the default's best rate.
     """
     default, *others = tried
     rates, own = tune.lr_scale or RATES, default.strategy
@@ -221,7 +238,7 @@ def _train(
 
 
 def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained: Trainings, step_s: StepS) -> list[Tried]:
-    """The best way with local steps, with another outer rate and momentum, or exchanges in parts or beside steps, if that is better."""
+    """Return the best way with local steps, refined with another outer rate, momentum or overlap."""
     known = [(leader, strategy) for leader, strategies in scaled for strategy in (leader.strategy, *strategies) if strategy.localsgd]
     priced = [(at.steps * leader.trial.simulated_s, leader, one) for leader, one in known if (at := trained.arrivals.get(way_of(one)))]
     if not priced:
@@ -248,12 +265,12 @@ def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained:
 
 
 def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:
-    """With those whose rounds differ, timed with fixed rounds that meet as often."""
+    """Add ways with varying rounds, timed with fixed rounds that synchronise as often."""
     paces = {way_of(one): arrival.k for one in arriving if (arrival := arrivals[way_of(one)]) is not None}
     paced_ways = dataclasses.replace(ways, paces=paces)
     paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s), 0)
     fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.trial.simulated_s)
-    adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike: one of them is enough
+    adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike, so one of them is enough
     mean = "of fixed rounds that meet as often, of {:.3g} in the mean to the target"
     timed = [left_out(name_of(one), "has the step time", mean.format(paces[way_of(one)])) for one in arriving]
     others = tuple(one for one in paced if one not in adaptive[1:])
@@ -271,12 +288,11 @@ def over_seeds(
     *,
     limit_s: float,
 ) -> Ways:
-    """The ways of the strategies, and the default's, trained with as many of the seeds as all of them had time for in ``limit_s``.
+    """Return the ways of the strategies, and the default's, with as many seeds as ``limit_s`` allows.
 
-    A way that has lost the target again when the default gets there does not arrive; all are trained at the experiment's rate, too, for
-    such as that.
-
-    Of others, with a seed each, nothing is known any more: the luckiest of them would overtake what several seeds say.
+    A way that has lost the target again when the default arrives does not count as arriving; for such ways,
+    all are also trained at the experiment's rate. Results of other ways, with one seed each, are dropped: the
+    luckiest of them would beat those of several seeds.
     """
     if not ways.updates:
         return ways
@@ -306,7 +322,7 @@ def over_seeds(
 
 
 def _in_words(steps: Sequence[float | None]) -> str:
-    """Steps of one way over seeds: their mean and range, and how many arrive where some do not."""
+    """Describe steps of one way over seeds: mean and range, and how many arrive if some do not."""
     arrived = [one for one in steps if one is not None]
     if not arrived:
         return "never"
@@ -332,7 +348,7 @@ def is_trainable(experiment: Experiment) -> bool:
 
 
 def _least_s(experiment: Experiment) -> float:
-    """About the least that a training to a target takes: every trainer's steps until that many evaluations."""
+    """Return the approximate least seconds to a target: all trainers' steps until enough evaluations."""
     from sim.learning.prepared import step_flops  # torch, which a search without a target does not need
 
     steps = experiment.run.warmup_steps + HITS_IN_A_ROW * experiment.workload.eval_every
@@ -340,9 +356,9 @@ def _least_s(experiment: Experiment) -> float:
 
 
 def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
-    """An outer optimizer for each K of the search, and merged gradients, if the experiment has neither; each with its leader's knobs.
+    """Return an outer optimizer for each searched K, and merged gradients, each with its leader's knobs.
 
-    And what of them cannot be simulated.
+    Only if the experiment has neither. Also returns notes about what cannot be simulated.
     """
     tune, changes = experiment.tune, list[_Change]()
     if experiment.strategy.mode == "ps":
@@ -358,7 +374,10 @@ def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS,
 
 
 def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[DistributedStrategy]:
-    """Adaptive K from the largest K of the search, by two rules that follow the loss; local steps from the learning rate's first decay."""
+    """Return adaptive K from the largest searched K, by two rules that follow the loss, and late local steps.
+
+    Late local steps begin at the first decay of the learning rate.
+    """
     tune, decays = experiment.tune, experiment.workload.lr_decay
     averaged = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
     own = experiment.strategy
@@ -375,9 +394,9 @@ def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[Distr
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
-    """An outer optimizer on the K whose steps are fastest, and on the next larger K, or on twice that K where there is none.
+    """Return an outer optimizer for the K with the fastest steps, and for the next larger K (or 2 K).
 
-    And the learning rates of ``tune.lr_scale`` with the default and that K.
+    Also the learning rates of ``tune.lr_scale`` with the default and that K.
     """
     local = [tried for tried in (found.default, *found.ranked) if tried.strategy.localsgd]
     fastest = min(local, key=lambda tried: tried.trial.simulated_s, default=found.default).strategy
@@ -399,7 +418,7 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
 
 
 def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
-    """Changed strategies, tried from that number on, and what of them cannot be."""
+    """Simulate changed strategies, numbered from ``number``; return notes about those that cannot be."""
     found, refused = list[Tried](), list[Note]()
     for leader, changed in changes:
         try:
@@ -413,14 +432,17 @@ def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[
 
 
 def _better_rated(ways: Ways, rated: Sequence[DistributedStrategy]) -> DistributedStrategy | None:
-    """Of these, the default with other learning rates, the one that takes the fewest steps; none where that is not worth a note."""
+    """Return the default with the learning rate that needs the fewest steps.
+
+    None if it is not worth a note.
+    """
     best = min(filter(ways.arrives, rated), key=ways.weight, default=None)
     is_noticed = best is not None and (not any(ways.updates[ways.own]) or ways.weight(best) < NOTICED * ways.default_steps)
     return best if is_noticed else None
 
 
 def _notes(trained: Trainings) -> list[Note]:
-    """Steps of each way, by learning rate, and what was not tried."""
+    """Return notes about the steps of each way, by learning rate, and about what was not tried."""
     run, workload, strategies = trained.seeded.run, trained.seeded.workload, trained.strategies
     taken: dict[str, list[str]] = {}
     for way, one in trained.arrivals.items():

@@ -1,4 +1,4 @@
-"""``fleetbench calibrate``: which parameters explain these measurements, and how long does a step take on more GPUs?"""
+"""``fleetbench calibrate``: which parameters explain these measurements? How long is a step on more GPUs?"""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def register(commands: Commands) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     text = "compute (all layer times), or a declared quantity such as cluster.inter.bandwidth; repeatable"
     asked.add_argument("--fit", action="append", metavar="KEY", help=text)
-    text = "how long a step takes on so many GPUs, with an interval; needs no model, profile or layers"
+    text = "predict the step time on N GPUs, with an interval; needs no model, profile or layers"
     asked.add_argument("--gpus", metavar="N,N,...", help=text)
-    text = "with --gpus: samples of a step of all GPUs; default: the samples per GPU of the largest measured size"
+    text = "with --gpus: samples per step over all GPUs; default: the samples per GPU of the largest measured size"
     parser.add_argument("--global-batch", type=whole(1), metavar="N", help=text)
     positive = number("a number of at least 1", 1)
     text = "with --gpus: the model's parameters, such as 340e6, with gradients of four bytes each"
@@ -58,7 +58,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fit, print what was found, and write the calibrated experiment; or forecast larger sizes."""
+    """Fit, print the result, and write the calibrated experiment; or forecast larger sizes."""
     from tuner.calibrate.cells import read_cells
 
     if arguments.gpus is None:
@@ -108,7 +108,7 @@ def _forecast(arguments: argparse.Namespace, cells: Sequence[Cell]) -> int:
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise ConfigError("not numbers of GPUs", "--gpus", repr(arguments.gpus), "for example --gpus 16,32,64")
     has_model = arguments.experiment is not None
-    if not has_model:  # nothing is known of the model; the preset's links are those of NCCL
+    if not has_model:  # without a model, the preset's links are those of NCCL
         arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
         arguments.overrides = ["run.device=cuda", "run.backend=nccl", *arguments.overrides]
     experiment = load_experiment(arguments)

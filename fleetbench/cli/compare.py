@@ -1,4 +1,4 @@
-"""``fleetbench compare``: two runs side by side, the error of a simulation step by step, and a gate on the step times."""
+"""``fleetbench compare``: two runs, the error of a simulation step by step, and a gate on the step times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_NAMED = 3
-"""Values that name a line of a picture."""
+"""Largest number of values that name a line of a picture."""
 _NAMES = {
     "step": "step",
     "compute": "  compute",
@@ -37,20 +37,20 @@ _NAMES = {
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "compare", "lay two runs side by side; a simulated and a real one step by step", run)
+    parser = add_command(commands, "compare", "compare two runs; a simulated and a real one step by step", run)
     parser.add_argument("a", type=Path, metavar="A", help="a run folder")
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
-    repeats = "further real runs of the same experiment: what they differ by is the noise beside the simulation's error"
+    repeats = "further real runs of the same experiment: their differences are the noise, to judge the simulation's error"
     parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
-    drawn = "draw all losses, of REPEAT too, against steps and seconds; runs that differ in their seed alone become a line with a band"
+    drawn = "draw all losses, also of REPEAT, against steps and seconds; runs that differ only in their seed become one line with a band"
     parser.add_argument("--losses", type=Path, metavar="PNG", help=drawn)
-    gate = "exit 1 when the mean step times differ by more, in per cent of A's"
+    gate = "exit with 1 if the mean step times differ by more than this, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
     add_json(parser, "the comparison")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison. Raises ``GateFailed`` after it where the step times differ by more than asked."""
+    """Print the comparison. Raises ``GateFailed`` if the step times differ by more than allowed."""
     from fleetbench.report.compare import compare_runs
     from fleetbench.report.fidelity import compare_fidelity
     from fleetbench.report.model import read_run
@@ -78,7 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
-    """Write the picture, a PNG. Runs that differ in what a run is for, such as its seed, and in when it ended are one line."""
+    """Write the picture, a PNG.
+
+    Runs that differ only in their purpose, such as the seed, and in their end share a line.
+    """
     from fleetbench.report import figures
 
     lines: dict[tuple[str, str], list[RunResult]] = {}
@@ -94,11 +97,11 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
         figures.save_png(picture, path)
         say(f"picture: {path}")
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in a folder that is there") from None
+        raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in an existing folder") from None
 
 
 def _table(runs: Sequence[RunResult]) -> Table:
-    """A row a run: where the losses of each have led it, and when."""
+    """Return a table of where and when the losses of each run end, with one row per run."""
     table = new_table("all runs", "run", "seed", "step", "steps to target", "time to target", "final loss")
     for run, label in zip(runs, _labels(runs), strict=True):
         own = run.summary
@@ -108,13 +111,13 @@ def _table(runs: Sequence[RunResult]) -> Table:
 
 
 def _conditions(run: RunResult) -> dict[str, Any]:
-    """What the losses and times of a run depend on, but its seed and its end."""
+    """Return the settings that affect the losses and times of a run, except its seed and its end."""
     rows = dict(flat(encode(run.experiment)))
     return {key: value for key, value in rows.items() if not key.startswith(("run.", "name", "workload.steps", "workload.profile"))}
 
 
 def _labels(runs: Sequence[RunResult]) -> list[str]:
-    """By what executed them and the values they differ in; with its folder where these are more than a legend has room for."""
+    """Return labels: the executor and the values that differ; the folder instead if these are too many."""
     conditions = [_conditions(run) for run in runs]
     keys = [
         key for key in dict.fromkeys(key for each in conditions for key in each) if len({repr(each.get(key)) for each in conditions}) > 1
@@ -128,7 +131,7 @@ def _labels(runs: Sequence[RunResult]) -> list[str]:
 
 
 def _print_fidelity(fidelity: Figures) -> None:
-    """Print what differs, the errors beside the noise, and what a reader must know."""
+    """Print the differences, the errors next to the noise, and the notes."""
     from fleetbench.report.fidelity import difference_text
 
     emit("")
@@ -162,7 +165,10 @@ def _print_errors(errors: Figures, noise: Figures | None, within_noise: dict[str
 
 
 def _phases_table(errors: Figures, noise: Figures | None, within_noise: dict[str, bool]) -> Table:
-    """The step and its parts: means of both, and errors over all ranks and steps in ms and in shares of the real step."""
+    """Return a table of the step and its parts.
+
+    It has means of both runs, and errors over all ranks and steps in ms and in shares of the real step.
+    """
     columns = ("sim", "real", "bias", "of itself", "of step", "mean abs", "of step", "p95", "max", "noise", "below")
     table = new_table("error of the simulation (sim - real), ms", "", *columns)
     for name, label in _NAMES.items():

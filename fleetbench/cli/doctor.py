@@ -1,4 +1,7 @@
-"""``fleetbench doctor``: what this machine offers, and what will get in the way. Reads only, but for ``--network``, which times links."""
+"""``fleetbench doctor``: what this machine offers, and what may cause problems.
+
+It only reads, except with ``--network``, which times links.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _GIB = 2**30
 def register(commands: Commands) -> None:
     """Declare the command."""
     parser = add_command(commands, "doctor", "look at this machine: versions, cores, devices, network", run)
-    network = "time what the network carries, between ranks on this machine or those that COMMAND, a launcher with its options, starts"
+    network = "time the network between ranks on this machine, or between those that COMMAND, a launcher with its options, starts"
     parser.add_argument("--network", action="store_true", help=network)
     ranks = "with --network: number of ranks on this machine; default: one per GPU, or 2"
     parser.add_argument("--nproc", type=whole(2), metavar="N", help=ranks)
@@ -32,7 +35,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found; a warning is no failure."""
+    """Print the findings; warnings do not change the exit code."""
     if arguments.network:
         return run_network(arguments.command_line, arguments.nproc, as_json=arguments.json)
     if arguments.nproc is not None or arguments.command_line:
@@ -59,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Findings:
-    """Facts by section, what could not be looked at, and what will get in the way."""
+    """Facts by section, parts that could not be examined, and likely problems."""
 
     sections: dict[str, dict[str, str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -67,7 +70,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Look at this machine. Imports torch, which takes seconds."""
+    """Examine this machine. Imports torch, which takes seconds."""
     from fleetbench.store import versions
 
     findings = Findings(sections={"versions": versions()})
@@ -78,7 +81,7 @@ def examine() -> Findings:
 
 
 def look_at_host(findings: Findings) -> None:
-    """Processor, cores, load and memory."""
+    """Add processor, cores, load and memory."""
     import psutil
 
     from fleetbench.store import machine
@@ -105,7 +108,7 @@ def look_at_host(findings: Findings) -> None:
 
 
 def quota(path: Path) -> float | None:
-    """The cores that the control group allows; none where there is no limit."""
+    """Return the number of cores that the control group allows; none if there is no limit."""
     try:
         limit, period = path.read_text(encoding="ascii").split()
         return int(limit) / int(period)
@@ -135,7 +138,7 @@ def _look_at_torch(findings: Findings) -> None:
 
 
 def _look_at_network(findings: Findings) -> None:
-    """Interfaces, the host's name, and what the environment sets."""
+    """Add interfaces, the host's name, and variables of the environment."""
     import psutil
 
     from fleetbench.environment import RECORDED

@@ -1,4 +1,4 @@
-"""``fleetbench doctor --network``: what links carry and should carry, and the variable to set."""
+"""``fleetbench doctor --network``: what links carry, what they should carry, and which variable to set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXAMPLE = "fleetbench doctor --network -- torchrun --nnodes 2 --nproc-per-node 
 
 
 def run_network(command: Sequence[str], nproc: int | None, *, as_json: bool) -> int:
-    """Test the links and print what was found; a remark is no failure."""
+    """Test the links and print the findings; remarks do not change the exit code."""
     if command and nproc is not None:
         raise ConfigError("the command says how many ranks there are", "--nproc", str(nproc), "leave it out")
     if tuple(command) == ("--",):
@@ -91,7 +91,7 @@ def _emit_transports(found: Transports) -> None:
 
 
 def _emit_hosts(links: Links) -> None:
-    """Hosts with the same hardware share their rows."""
+    """Print the hosts; those with the same hardware share their rows."""
     groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for name, host in zip(links.host_names, links.hosts, strict=True):
         groups.setdefault(tuple(_rows(host, links)), []).append(name)
@@ -135,13 +135,13 @@ def _emit_between(links: Links) -> None:
 
 
 def _texts_wrap(table: Table, columns: int) -> None:
-    """Keep the table within 80 columns: its last column wraps at so many."""
+    """Keep the table within 80 columns by wrapping its last column."""
     table.columns[-1].max_width = columns
     table.columns[-1].overflow = "fold"
 
 
 def _rate(bits_per_s: float | None) -> str:
-    """Bits per second, with the prefix that suits their size."""
+    """Format bits per second with a decimal prefix."""
     if bits_per_s is None:
         return units.NONE
     units_of = ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"))

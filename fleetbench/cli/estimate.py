@@ -1,4 +1,4 @@
-"""``fleetbench estimate``: layer times of a GPU that one does not have."""
+"""``fleetbench estimate``: layer times of a GPU that you do not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ GPT_SIZES = {
     "2.7B": (32, 2560, 32),
     "6.7B": (32, 4096, 32),
 }
-"""Layers, hidden size and heads (GPT-3, arXiv 2005.14165, table 2.1; the smallest, which is called 125M there, is GPT-2's)."""
+"""Layers, hidden size and heads. Source: GPT-3, arXiv 2005.14165, table 2.1; the smallest, called 125M there,
+is GPT-2's."""
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -42,15 +43,15 @@ def register(commands: Commands) -> None:
     parser.add_argument("--gpt", metavar="SIZE", help=gpt)
     config = "a model as Hugging Face publishes it instead of the file's: the path of its config.json"
     parser.add_argument("--model", metavar="FILE", help=config)
-    precision = "of matrix products: fp32, tf32, or mixed precision fp16 or bf16; default: as strategy.amp says, or fp32"
+    precision = "precision of matrix products: fp32, tf32, or mixed precision fp16 or bf16; default: from strategy.amp, or fp32"
     parser.add_argument("--precision", choices=_PRECISIONS, metavar="NAME", help=precision)
     add_json(parser, "the profile")
     add_command_line(parser)
-    parser.epilog = "After -- stands a command that starts your own script with python."
+    parser.epilog = "After --, give a command that starts your own script with python."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Estimate, write the folder, print the layers and the step that simulates with them."""
+    """Estimate, write the folder, print the layers and the simulated step."""
     from fleetbench.hardware import gpu_name
     from real.estimate.script import estimate_script
     from real.estimate.step import estimate
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> Experiment:
-    """The experiment, on a GPU, with the model and the precision of the options."""
+    """Return the experiment with ``device = "cuda"``, and the model and precision of the options."""
     if arguments.gpt is not None:
         layers, hidden, heads = _gpt(arguments.gpt)
         options = f"{{ layers = {layers}, hidden = {hidden}, heads = {heads} }}"
@@ -105,7 +106,7 @@ def _gpt(size: str) -> tuple[int, ...]:
 
 
 def said(experiment: Experiment, profile: Profile, gpu: str) -> str:
-    """The step, its interval, the model's size, and the memory, in lines."""
+    """Return lines with the step, its interval, the model's size, and the memory."""
     from fleetbench.hardware import gpu_named
 
     table, half, memory = profile.tables[0], profile.estimated or 0.0, profile.memory

@@ -1,4 +1,4 @@
-"""``fleetbench evaluate``: the last layer's vectors over a data set, and whether a service returns the same."""
+"""``fleetbench evaluate``: the last layer's vectors over a data set, compared with a service's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetbench.digests import write_whole
 from fleetbench.errors import ConfigError, GateFailed
 
 TOLERANCE = 1e-4
-"""Sums of float32 in another order stay below it, computing in half precision does not."""
+"""Tolerance between two errors: float32 sums in another order stay below it, half precision does not."""
 
 
 def register(commands: Commands) -> None:
@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--samples", type=whole(1), metavar="N", help="the first N samples only; default: all")
     stored = "evaluate nothing, but compare these: an evaluation's folder, or a file of vectors"
     parser.add_argument("--vectors", type=Path, metavar="OFFLINE", help=stored)
-    service = "compare with what a service returned for the same samples, in Parquet; exit 1 past the tolerance"
+    service = "compare with what a service returned for the same samples, in Parquet; exit with 1 beyond the tolerance"
     parser.add_argument("--against", type=Path, metavar="ONLINE", help=service)
     gate = f"largest difference that passes, as a share of the offline vector's largest magnitude; default: {TOLERANCE:g}"
     parser.add_argument("--tolerance", type=number("a share of at least 0", 0), default=TOLERANCE, metavar="X", help=gate)
@@ -35,11 +35,14 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, compare, or both. Raises ``GateFailed``, after the table, for vectors that differ by more than the tolerance."""
+    """Evaluate, compare, or both.
+
+    Raises ``GateFailed``, after the table, for differences beyond the tolerance.
+    """
     _refuse_contradictions(arguments)
     from fleetbench.vectors import compare_vectors, read_vectors
 
-    online = None if arguments.against is None else read_vectors(arguments.against)  # hours before it is needed
+    online = None if arguments.against is None else read_vectors(arguments.against)  # read first: the evaluation may take hours
     folder: Path | None = None
     summary: dict[str, Any] = {}
     if arguments.vectors is None:
@@ -114,7 +117,7 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    """The figures over all samples, the worst samples, and whether they pass."""
+    """Print the figures over all samples, the worst samples, and whether they pass."""
 
     def short(value: float | None, form: str = ".2e") -> str:
         return units.NONE if value is None else f"{value:{form}}"

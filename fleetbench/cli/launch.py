@@ -1,4 +1,4 @@
-"""``fleetbench launch``: starts a training script of the user's, one process a trainer, or prints how a cluster would."""
+"""``fleetbench launch``: starts a user's training script, one process per trainer, or prints how to do so."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def register(commands: Commands) -> None:
     parser.add_argument("--servers", metavar="S|HOST:PORT,...", help=servers)
     workers = "trainers of parameter servers: how many, all here, or on which host"
     parser.add_argument("--workers", metavar="W|HOST:N,...", help=workers)
-    startup, at_least_1 = "seconds until all servers and trainers are there; default: 300", number("a number of seconds, at least 1", 1)
+    startup, at_least_1 = "seconds to wait for all servers and trainers; default: 300", number("a number of seconds, at least 1", 1)
     parser.add_argument("--startup-timeout", type=at_least_1, default=300.0, metavar="S", help=startup)
-    parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="a file a rank goes here; default: log")
-    strategy = "a file such as recommended.toml, by which a script's DistributedDataParallel trains; without --nproc a command follows --"
+    parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="folder for one log file per rank; default: log")
+    strategy = "a strategy file such as recommended.toml for the script's DistributedDataParallel; without --nproc, a command follows --"
     parser.add_argument("--strategy", type=Path, metavar="FILE", help=strategy)
     form = "start nothing: print what starts an experiment's trainers there. SCRIPT is EXPERIMENT.toml then"
     parser.add_argument("--print", choices=FORMS, dest="form", help=form)
@@ -36,7 +36,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the environment, start the trainers, wait for them. Raises ``WorkerFailed`` naming the rank."""
+    """Start the trainers and wait for them. Raises ``WorkerFailed`` with the failed rank."""
     if arguments.form is not None:
         return _print_template(arguments)
     if arguments.servers is not None or arguments.workers is not None:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     script, logs = [arguments.script, *arguments.arguments], arguments.log_dir
     joined = launch_script(arguments.nproc, script, log_dir=logs, echo=echo, strategy=arguments.strategy)
     if not joined and arguments.nproc > 1:
-        say("note: no trainer called fleet.init: unless the script brings them together by other means, each has trained alone")
+        say("note: no trainer called fleet.init: unless the script connects them by other means, each has trained alone")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``fleetbench``: reads the command line, runs one command, and turns its end into an exit code."""
+"""``fleetbench``: reads the command line, runs one command, and turns its outcome into an exit code."""
 
 import argparse
 import contextlib
@@ -20,10 +20,10 @@ from fleetbench.name_clashes import refuse_strangers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
 _OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EPERM)
-"""What the system may answer to any program that writes files."""
+"""Errors that the system may return to any program that writes files."""
 
 _OF_THE_SCRIPT = ("script", "arguments", "command_line")
-"""What is handed on as it is."""
+"""Arguments that are passed on unchanged."""
 
 COMMANDS = (why, sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
@@ -36,16 +36,16 @@ exit codes: 0 done, 1 a gate failed, 2 bad usage or configuration, 3 the environ
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad usage is an error as any other."""
+    """Parser that treats bad usage like any other error."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise it as ``ConfigError``."""
+        """Raise ``ConfigError`` with the message."""
         script = "; a script's command follows `--`" if message.startswith("unrecognized") else ""
         raise ConfigError(message, self.prog, hint=f"{self.prog} --help{script}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the whole command line."""
     parser = _Parser(
         prog="fleetbench", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,9 +57,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; ``--help`` and ``--version`` leave through argparse's ``SystemExit``.
+    """Run one command and return its exit code. ``--help`` and ``--version`` raise argparse's ``SystemExit``.
 
-    What is no ``FleetbenchError`` is a bug of ours and keeps its traceback.
+    Any exception other than ``FleetbenchError`` is our bug and keeps its traceback.
     """
     try:
         hold_standard_files()
@@ -91,11 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
-    """Raise ``EnvironmentLacks`` for a removed working directory or a umask without its user, ``ConfigError`` for no text in UTF-8."""
+    """Raise ``EnvironmentLacks`` or ``ConfigError`` for conditions under which no file can be written.
+
+    These are a removed working directory, a umask that denies the user's own access, and arguments that are
+    not UTF-8.
+    """
     try:
         os.getcwd()  # noqa: PTH109  # as Path.cwd, of which only the error counts
     except FileNotFoundError:
-        hint = "cd to a folder that is there"
+        hint = "cd to an existing folder"
         raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
     os.umask(mask := os.umask(0o077))  # there is no other way to read it
     if mask & 0o700:
@@ -109,7 +113,7 @@ def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
 
 
 def _of_the_machine(error: OSError) -> FleetbenchError:
-    """What is to be said where the system refuses a file; raises what is a bug of ours."""
+    """Return the error to report when the system refuses a file; raise any other error, which is our bug."""
     if str(error.strerror).startswith("No usable temporary directory"):  # tempfile's own words
         return EnvironmentLacks("no folder for temporary files can be written", "TMPDIR", hint="name one: TMPDIR=/some/folder")
     if error.errno not in _OF_THE_MACHINE or (error.errno not in _FULL and error.filename is None):
@@ -127,9 +131,9 @@ def _failed(error: FleetbenchError) -> int:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Batch systems' SIGTERM and a closed terminal's SIGHUP end a command as Ctrl-C does: workers end, temporary folders go.
+    """Treat SIGTERM of batch systems and SIGHUP of a closed terminal like Ctrl-C, which cleans up.
 
-    What the caller ignores, as nohup does SIGHUP, stays ignored.
+    Signals that the caller ignores, as nohup ignores SIGHUP, stay ignored.
     """
 
     def interrupt(*_: object) -> None:

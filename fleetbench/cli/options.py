@@ -1,4 +1,4 @@
-"""Options that several commands share, and the experiment that they come to, with its profile."""
+"""Options that several commands share, and loading of the experiment with its profile."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # n
 
 
 def add_command(commands: Commands, name: str, summary: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    """A command's parser; ``run`` takes the parsed arguments and returns the exit code."""
+    """Add a command's parser; ``run`` takes the parsed arguments and returns the exit code."""
     parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     parser.set_defaults(run=run, interrupted="nothing was left over")
     return parser
 
 
 def add_experiment(parser: argparse.ArgumentParser) -> None:
-    """What every command takes that executes an experiment."""
+    """Add the options of every command that executes an experiment."""
     parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT.toml", help="experiment file; default: the built-in quickstart")
     add_overrides(parser, "of the file, such as workload.batch_size=64")
     parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
@@ -39,34 +39,34 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser, which: str) -> None:
-    """``--set KEY=VALUE``; ``which`` says of which keys, with an example."""
+    """Add ``--set KEY=VALUE``; ``which`` describes the keys, with an example."""
     text = f"change a key {which}; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """``--strategy``, of a command that runs or simulates the experiment's."""
+    """Add ``--strategy``, for a command that runs or simulates the experiment's strategy."""
     parser.add_argument("--strategy", type=Path, metavar="FILE", help="a file such as recommended.toml, in place of the experiment's own")
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:
-    """Let a command follow that starts in a folder; to be called after all other options."""
+    """Add a trailing command and the folder that it starts in; call it after adding all other options."""
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="start the command in this folder; default: here")
     show_command(parser)
 
 
 def show_command(parser: argparse.ArgumentParser) -> None:
-    """Let the usage say that a command may follow; to be called after all options."""
+    """Mention a trailing command in the usage; call it after adding all options."""
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- COMMAND ...]".replace("%", "%%")
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--json``: machine-readable output and nothing else on stdout."""
+    """Add ``--json``: machine-readable output and nothing else on stdout."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, and nothing else")
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number of at least ``least``."""
+    """Return a parser for whole numbers of at least ``least``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -77,7 +77,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(what: str, least: float) -> Callable[[str], float]:
-    """Reads a finite number of at least ``least``; ``what`` says so in the error."""
+    """Return a parser for finite numbers of at least ``least``; ``what`` describes them in the error."""
 
     def read(text: str) -> float:
         try:
@@ -92,10 +92,10 @@ def number(what: str, least: float) -> Callable[[str], float]:
 
 
 def load_experiment(arguments: argparse.Namespace) -> Experiment:
-    """The experiment that the command line names, with its overrides; notes go to stderr.
+    """Load the experiment that the command line names, with its overrides; notes go to stderr.
 
-    Raises ``ConfigError`` for a file or override that is wrong, and ``EnvironmentLacks`` where
-    ``--out`` cannot be written, before anything has run.
+    Raises ``ConfigError`` for a wrong file or override, and ``EnvironmentLacks`` if ``--out`` is not
+    writable, before anything has run.
     """
     experiment, notes = load_with_notes(arguments)
     for text in notes:
@@ -105,9 +105,9 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 
 
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
-    """The experiment with ``more`` overrides after those of the command line, and what is to be said of it.
+    """Load the experiment with ``more`` overrides after those of the command line, and return notes about it.
 
-    Nodes that ``more``, a point of a sweep, has not are left out of what the file says of single ones, and said so at once.
+    If ``more``, a point of a sweep, has fewer nodes, settings of the missing nodes are dropped, with a note.
     """
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
@@ -127,7 +127,10 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
 
 
 def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
-    """Leave out of undecoded data what they say of nodes that the file has, ``nodes`` of them, and ``cluster.nodes=N`` has not; say so."""
+    """Drop from undecoded data the settings of nodes that ``cluster.nodes=N`` no longer has, with a note.
+
+    ``nodes`` is the number of nodes in the file.
+    """
     key, _, value = override.partition("=")
     for entry in data["cluster"].get("node_overrides", ()) if key == "cluster.nodes" and value.isdecimal() else ():
         missing = set(entry["nodes"]) & set(range(int(value), nodes))
@@ -138,7 +141,7 @@ def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
 
 
 def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) -> Experiment:
-    """The experiment with its layer times known, to be simulated or to run: a stored profile, or one taken now.
+    """Return the experiment with known layer times, from a stored profile or one taken now.
 
     A declared table of layers needs neither a profile nor torch.
     """
@@ -161,12 +164,12 @@ def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) 
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Once, and not at every point of a sweep."""
+    """Print a warning once, not at every point of a sweep."""
     say(text)
 
 
 def check_writable(root: Path) -> None:
-    """Raise ``EnvironmentLacks`` where no run folder can be made below ``root``."""
+    """Raise ``EnvironmentLacks`` if no run folder can be created below ``root``."""
     nearest = root.absolute()
     while not nearest.exists():
         nearest = nearest.parent

@@ -1,7 +1,8 @@
-"""What goes to stdout (results) and to stderr (all else).
+"""Output to stdout (results) and to stderr (everything else).
 
-Names that a user or a file gives are printed as they are: nothing in them is markup, and control characters are spelled out.
-A reader that leaves early (``fleetbench sim | head -1``) ends the printing, not the command.
+Names given by a user or a file are printed as they are: they are never markup, and control characters are
+escaped. A reader that closes the pipe early (``fleetbench sim | head -1``) ends the printing, not the
+command.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 WIDTH = 120
-"""Columns of a table where stdout is no terminal."""
+"""Width of a table in columns if stdout is no terminal."""
 
 
 def emit(text: str) -> None:
@@ -31,11 +32,11 @@ def emit(text: str) -> None:
 
 
 def emit_table(table: RenderableType) -> None:
-    """Print a rich table on stdout, with colours where it is a terminal."""
+    """Print a rich table on stdout, in colour if it is a terminal."""
     from rich.console import Console
 
     class Plain(Console):
-        """Titles, headings and cells hold names of others."""
+        """Console for titles, headings and cells that contain user-given names."""
 
         def render_str(self, text: str, **options: Any) -> Text:
             """Render any string of a table."""
@@ -48,12 +49,12 @@ def emit_table(table: RenderableType) -> None:
 
 
 def columns() -> int:
-    """Width of the terminal, in columns; where stdout is no terminal, that of a table."""
+    """Return the width of the terminal in columns; if stdout is no terminal, that of a table."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
 
 
 def new_table(title: str, *columns: str, left: Collection[str] = (), show_header: bool = True) -> Table:
-    """A table without rows: the first column and those of ``left`` hold text, the others numbers."""
+    """Return an empty table: the first column and those in ``left`` hold text, the others numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", caption_justify="left", show_header=show_header)
@@ -70,7 +71,7 @@ def echo(data: bytes) -> None:
 
 
 def flush() -> None:
-    """Flush stdout, whether or not somebody still reads it."""
+    """Flush stdout, even if its reader is gone."""
     with _to_stdout():
         sys.stdout.flush()
 
@@ -81,9 +82,10 @@ def say(text: str) -> None:
 
 
 def hold_standard_files() -> None:
-    """Put the null device where the caller has closed stdin, stdout or stderr: the next file that is opened would get its number.
+    """Open the null device in place of closed standard files, whose numbers the next opened file would get.
 
-    What stdout's encoding lacks is printed as a question mark. Raises ``EnvironmentLacks`` where stdout was closed.
+    Characters that stdout's encoding lacks are printed as question marks. Raises ``EnvironmentLacks`` if
+    stdout was closed.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)  # positional only
@@ -104,7 +106,7 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def _to_stdout() -> Iterator[None]:
-    """Raise ``EnvironmentLacks`` where stdout takes nothing more, such as a file on a full disk."""
+    """Raise ``EnvironmentLacks`` if stdout cannot take more, such as a file on a full disk."""
     try:
         yield
     except BrokenPipeError:
@@ -115,7 +117,7 @@ def _to_stdout() -> Iterator[None]:
 
 
 def _reader_left() -> None:
-    """Send what is still printed to nowhere, so that the interpreter's own flush at exit succeeds."""
+    """Discard further output, so that the interpreter's own flush at exit succeeds."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""``fleetbench profile``: what do this machine's layers, links and stragglers cost?"""
+"""``fleetbench profile``: what do layers, links and stragglers cost on this machine?"""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0
 _MOST_SOURCES = 3
-"""Files named in a comment."""
+"""Largest number of files named in a comment."""
 _MOST_LAYERS = 12
-"""Layers in the printed table; the file holds them all."""
+"""Largest number of layers in the printed table; the file holds all of them."""
 _NO_SERVERS = (
     "no server runs: layers, updates and stragglers are measured in trainers that meet in collectives; sim takes a server's work on a "
     "push from the update, and nothing for reading and answering it"
@@ -43,7 +43,7 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "profile", "measure layers, communication and stragglers here, for sim to read", run)
     add_experiment(parser)
     seconds = number("a number of seconds above zero", math.ulp(0.0))
-    short = f"how long one of the short runs may take; default: {_SECONDS:g}"
+    short = f"time limit for each of the short runs; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=short)
     source = (
         "measure nothing: take stragglers from a run's folder, its steps.parquet, a table (Parquet or CSV with the columns rank, step "
@@ -57,7 +57,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the profile's folder, print what was found and the step that simulates with it."""
+    """Measure, write the profile's folder, print the results and the simulated step."""
     if arguments.source is not None:
         return _fit_stragglers(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
@@ -90,7 +90,7 @@ def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], bas
 
 
 def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
-    """Write a profile's folder, and print what was found, with what else is to be said of it."""
+    """Write a profile's folder, and print the results with further notes."""
     from fleetbench.config import encode
     from fleetbench.experiment import Experiment
     from fleetbench.report.folder import save_profile
@@ -123,7 +123,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
 
 
 def _fit_stragglers(arguments: argparse.Namespace) -> int:
-    """Of ``--from``: fit, and print what an experiment file takes."""
+    """Fit stragglers for ``--from``, and print them as an experiment file takes them."""
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
@@ -141,7 +141,7 @@ def _fit_stragglers(arguments: argparse.Namespace) -> int:
 
 
 def _as_toml(fit: StragglerFit, sources: Sequence[Path]) -> str:
-    """The entries as TOML, after comments that say what was found."""
+    """Return the entries as TOML, with the findings as comments first."""
     from fleetbench.config import encode
 
     more = f" and {len(sources) - _MOST_SOURCES} more" if len(sources) > _MOST_SOURCES else ""
@@ -156,7 +156,7 @@ def _as_toml(fit: StragglerFit, sources: Sequence[Path]) -> str:
 
 
 def print_profile(experiment: Experiment, profile: Profile) -> None:
-    """Print every part that was measured; of the tables, the experiment's own."""
+    """Print every part that was measured; of the tables, only the experiment's own."""
     table = own_table(experiment, profile)
     emit_table(layers_table(table))
     emit_table(costs_table(table, profile))
@@ -180,14 +180,17 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
 
 
 def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
-    """The table of the experiment's own thread count."""
+    """Return the table with the experiment's own settings."""
     from fleetbench.profile import compute_key
 
     return next((table for table in profile.tables if table.key == compute_key(experiment)), profile.tables[0])
 
 
 def _broadcast_s(experiment: Path, nbytes: int) -> float | None:
-    """Seconds of DDP's broadcast of the buffers, on the cluster of a profiled experiment; None where its links are not known."""
+    """Return the seconds of DDP's broadcast of the buffers on the profiled cluster.
+
+    None if links are unknown.
+    """
     from fleetbench.experiment import Experiment
     from sim.network.routes import broadcast_ns
 
@@ -198,7 +201,7 @@ def _broadcast_s(experiment: Path, nbytes: int) -> float | None:
 
 
 def layers_table(table: LayerTable) -> Table:
-    """The layers that take longest, in backward order of readiness."""
+    """Return a table of the layers that take longest, in backward order of readiness."""
     ordered = [layer for layer in reversed(table.layers) if layer.gradients]
     longest = sorted(ordered, key=lambda layer: -(layer.forward + layer.backward))[:_MOST_LAYERS]
     left = len(ordered) - len(longest)
@@ -216,7 +219,7 @@ def layers_table(table: LayerTable) -> Table:
 
 
 def costs_table(table: LayerTable, profile: Profile) -> Table:
-    """What a step costs in all, and memory."""
+    """Return a table of all costs of a step, and memory."""
     shown = new_table("a step", "", "cost", show_header=False)
     for name, time in (
         ("forward", table.forward_ns),

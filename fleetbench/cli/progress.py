@@ -1,4 +1,7 @@
-"""Progress on stderr, of rank 0 alone: bars on a terminal; elsewhere nothing, or lines where a command takes minutes."""
+"""Progress on stderr, only from rank 0: bars on a terminal.
+
+Elsewhere nothing, or lines if a command takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,24 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 Steps = Callable[[int, int], None]
-"""Told how many of how many are done."""
+"""Callback that takes how many items are done, and how many there are."""
 Stages = Callable[[str, int, int], None]
-"""The same, with the stage's name first."""
+"""Callback that takes a stage's name, how many items are done, and how many there are."""
 
 
 @contextmanager
 def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
-    """One bar; yields its callback, or none off a terminal."""
+    """Show one bar; yields its callback, or none if stderr is no terminal."""
     with stages(lines=lines) as advance:
         yield None if advance is None else lambda done, total: advance(description, done, total)
 
 
 @contextmanager
 def stages(*, lines: bool = False) -> Iterator[Stages | None]:
-    """A bar a stage, in the order in which stages report; yields the callback, or none. ``lines``: where there is no terminal."""
+    """Show one bar per stage, in the order in which stages report; yields the callback, or none.
+
+    ``lines``: print lines if there is no terminal.
+    """
     is_first = os.environ.get("RANK", "0") == "0"
     if not (is_first and sys.stderr.isatty()):
         yield _lines() if lines and is_first else None
@@ -51,9 +57,12 @@ def stages(*, lines: bool = False) -> Iterator[Stages | None]:
 
 @contextmanager
 def numbered(*names: str) -> Iterator[Stages | None]:
-    """A line for each stage that has ended, ``[2/4] search 83 strategies ..... 31 s``; a terminal has a bar of the one under way.
+    """Print a line for each finished stage, ``[2/4] search 83 strategies .....
 
-    ``names``: first words of the stages, in their order. What is told of an earlier stage, or of another, belongs to the one under way.
+    31 s``; a terminal also shows a bar.
+
+    ``names``: first words of the stages, in order. Reports of an earlier or unknown stage count for the
+    current one.
     """
     if os.environ.get("RANK", "0") != "0":
         yield None
@@ -83,13 +92,13 @@ def numbered(*names: str) -> Iterator[Stages | None]:
 
 
 _TITLE = 36
-"""Columns of a stage's title with its dots."""
+"""Width of a stage's title including its dots, in columns."""
 _OFTEN_S = 2.0
-"""Between two lines of a stage, but for its first and its last."""
+"""Least seconds between two lines of a stage, except its first and last."""
 
 
 def _lines() -> Stages:
-    """A line for what is done of a stage, and how long the rest may take, for a log."""
+    """Return a callback that logs the progress of a stage and how long the rest may take."""
     begun: dict[str, tuple[int, float]] = {}
     told: dict[str, tuple[int, float]] = {}
 

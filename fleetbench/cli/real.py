@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, store the run, print its summary beside what the simulator says of it."""
+    """Measure, store the run, print its summary next to the simulator's prediction."""
     from real.processes.roles import role_of
 
     if (num := role_of(os.environ).trainers) > 1:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulated(experiment: Experiment) -> Summary | None:
-    """The simulator's answer to the same experiment; none, with the reason said, where it has none."""
+    """Simulate the same experiment; print the reason and return none if it cannot be simulated."""
     from sim.run import simulate
 
     try:

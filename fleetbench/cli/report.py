@@ -1,4 +1,4 @@
-"""``fleetbench report``: draws a run or a tuning as a self-contained page."""
+"""``fleetbench report``: writes a run or a tuning as a self-contained page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``fleetbench sim``: how long will it take? And with ``--seeds``, ``--what-if`` or ``--sweep``: what several simulations say together."""
+"""``fleetbench sim``: how long will it take?
+
+Several simulations with ``--seeds``, ``--what-if``, ``--sweep``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
 _PER_TRAINER = (("tokens_per_s", "tokens/s/GPU", "{:,.0f}".format), ("mfu", "MFU", units.percent), ("memory_bytes", "memory", units.size))
-"""What a sweep says of each trainer where it is known."""
+"""Columns about each trainer in a sweep, if known."""
 
 
 def register(commands: Commands) -> None:
@@ -44,16 +47,16 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
     add_experiment(parser)
     add_strategy(parser)
-    add_json(parser, "the run's summary.json, or what several runs say,")
+    add_json(parser, "the run's summary.json, or the results of several runs,")
     parser.add_argument(
         "--engine",
         choices=("auto", "reference", "vector"),
         default="auto",
-        help="who simulates: event by event, or over arrays of ranks, the same in every nanosecond; default: auto",
+        help="engine: reference (event by event) or vector (arrays of ranks), equal to the nanosecond; default: auto",
     )
     loss = "train virtual trainers first: final loss, time to workload.target_loss, and the K of adaptive steps"
     parser.add_argument("--loss", action="store_true", help=loss)
-    parser.add_argument("--table", action="store_true", help="write steps.parquet also above five million rows")
+    parser.add_argument("--table", action="store_true", help="write steps.parquet even above five million rows")
     several = parser.add_mutually_exclusive_group()
     seeds = "simulate under N seeds, and print means with 95 %% intervals"
     several.add_argument("--seeds", type=int, metavar="N", help=seeds)
@@ -73,7 +76,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, store the run, print its summary; or simulate several, and print what they say together."""
+    """Simulate, store the run, print its summary; or simulate several runs, and print their results."""
     if arguments.seeds is not None or arguments.what_if or arguments.sweep:
         return _run_several(arguments)
     experiment = _with_times(load_experiment(arguments), arguments)
@@ -101,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace) -> Callable[..., Trajectory] | None:
-    """What trains virtual trainers, where the command line asks for losses."""
+    """Return the function that trains virtual trainers, if the command line asks for losses."""
     if not arguments.loss:
         return None
     from sim.learning.virtual_training import Trajectories
@@ -110,7 +113,10 @@ def _learn(arguments: argparse.Namespace) -> Callable[..., Trajectory] | None:
 
 
 def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
-    """The experiment with its layer times. What virtual trainers do not execute is refused before anything is measured."""
+    """Return the experiment with its layer times.
+
+    Settings that virtual trainers do not execute are refused before anything is measured.
+    """
     if arguments.loss:
         from sim.learning.trajectory import learnt_from
 
@@ -176,7 +182,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     def load(more: Sequence[str]) -> Experiment:
         experiment, notes = load_with_notes(arguments, more)
         for text in notes:
-            if text not in said:  # once, and not at every point
+            if text not in said:  # once, not at every point
                 say(f"note: {text}")
         said.update(notes)
         target = target_of(experiment) if arguments.loss else ""
@@ -217,7 +223,7 @@ def _seeds_table(found: OverSeeds) -> Table:
     if (mfu := intervals.get("per_trainer.mfu")) is not None:
         table.add_row("MFU", *(units.percent(mfu.mean), f"{units.percent(mfu.low)} to {units.percent(mfu.high)}"))
     if first.loss_from is not None:
-        loss = intervals.get("final_loss")  # of a training that diverged there is none
+        loss = intervals.get("final_loss")  # a training run that diverged has no loss
         table.add_row("final loss", *((f"{loss.mean:.4g}", f"{loss.low:.4g} to {loss.high:.4g}") if loss else (units.NONE, "")))
         median = units.seconds(found.median_to_target_s)
         table.add_row("time to target, median", median, f"reached by {found.num_reached} of {len(found.seeds)}")

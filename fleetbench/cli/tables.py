@@ -1,4 +1,4 @@
-"""Results as tables that people read."""
+"""Results as tables for people."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMES = (
     ("wall_s", "whole run"),
     ("time_to_target_s", "time to target"),
 )
-"""A summary's figures in seconds, and what tables call them."""
+"""A summary's figures in seconds, and their names in tables."""
 _COUNTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("samples_per_s", "samples per second", "{:,.0f}".format),
     ("bytes_sent_per_trainer", "sent per trainer", units.size),
@@ -42,7 +42,7 @@ _COUNTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
-    """Print summaries side by side: one, or the simulated and the real one with the simulator's error."""
+    """Print one summary, or the simulated and the real one with the simulator's error."""
     has_losses = any(summary.loss_from is not None for summary in runs.values())
     said = (target_of(experiment) if has_losses else "") + experiment.cluster.said_of_stragglers
     emit_table(runs_table(runs, said))
@@ -66,7 +66,7 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
 
 
 def emit_node_bandwidth(cluster: Cluster) -> None:
-    """Print what ``inter`` makes for a whole node and for each of its trainers, where that is not one number."""
+    """Print the bandwidth of a whole node and of each trainer, if these differ from the declared one."""
     total, each = cluster.node_bandwidth, cluster.trainers_per_node
     if total is None or cluster.inter is None or not cluster.is_even or cluster.nodes == 1 or each == cluster.nics_per_node == 1:
         return
@@ -76,7 +76,7 @@ def emit_node_bandwidth(cluster: Cluster) -> None:
 
 
 def _lateness(found: Mapping[str, float]) -> str:
-    """By how much the sleeps that stand for compute ended late."""
+    """Describe how late the sleeps that stand for compute ended."""
     spelled = {
         name: ", ".join(f"{key} {units.seconds(found[f'{name}_{key}'])}" for key in ("p50", "p95", "max")) for name in ("layer", "step")
     }
@@ -84,7 +84,7 @@ def _lateness(found: Mapping[str, float]) -> str:
 
 
 def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
-    """How busy they were, and how old what they were told; a real server does not know how long its queue was."""
+    """Describe how busy servers were, and the staleness; a real server does not know its queue's length."""
     found = [f"busy {units.percent(load['utilisation'])} of the time"]
     if queue := load.get("queue_length"):
         found.append(f"queue {queue['mean']:.3g} messages (longest {queue['max']})")
@@ -96,12 +96,15 @@ def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> 
 
 
 def target_of(experiment: Experiment) -> str:
-    """What a heading says of the target, if there is one."""
+    """Return the part of a heading about the target, or nothing."""
     return "" if experiment.workload.target_loss is None else f", target loss {experiment.workload.target_loss:g}"
 
 
 def runs_table(runs: Mapping[str, Summary], target: str = "") -> Table:
-    """A column a run, below a heading with ``target``; with ``simulated`` and ``real`` a third one, the error of the simulated figure."""
+    """Return a table with a column per run, below a heading with ``target``.
+
+    With ``simulated`` and ``real``, a third column has the error of the simulated figure.
+    """
     any_run = next(iter(runs.values()))
     emulated = ", emulated compute" if any_run.emulated else ""
     size = f"{counted(any_run.trainers, 'trainer')}, {counted(any_run.steps, 'step')}"

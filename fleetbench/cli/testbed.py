@@ -1,4 +1,4 @@
-"""``fleetbench testbed``: the experiment's cluster in one box: is it as declared?"""
+"""``fleetbench testbed``: the experiment's cluster on one machine: is it as declared?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the testbed, measure every link each way between two looks at the machine, and take it down."""
+    """Build the testbed, measure every link between two machine checks, and take it down."""
     cluster = load_experiment(arguments).cluster
     if cluster.nodes < 2:
         raise ConfigError("one host has no link to look at", "cluster.nodes", str(cluster.nodes), "set cluster.nodes = 2 or more")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def links_table(found: Mapping[str, Any]) -> Table:
-    """Every link each way, as declared and as measured."""
+    """Return a table of every link in each direction, as declared and as measured."""
     title = f"{found['hosts']} hosts: plain TCP over each link, all at once"
     columns = ("link", "direction", "declared", "expected payload", "measured payload", "error")
     table = new_table(title, *columns, left=("direction",))
@@ -66,7 +66,7 @@ def links_table(found: Mapping[str, Any]) -> Table:
 
 
 def run_lines(record: Mapping[str, Any]) -> list[str]:
-    """A run's ``testbed.json`` in a line or two."""
+    """Summarise a run's ``testbed.json`` in a line or two."""
     noise = record["blocks"][-1]["noise"]
     head = (
         f"testbed: {record['hosts']} hosts, links within {units.percent(record['largest_link_error'])} of what was declared; "

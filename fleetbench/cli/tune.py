@@ -1,4 +1,4 @@
-"""``fleetbench tune``: what should I use? With ``--simulate-only``: and on a cluster that I do not have?"""
+"""``fleetbench tune``: what should I use? With ``--simulate-only``: what, on a cluster that I do not have?"""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def register(commands: Commands) -> None:
     add_experiment(parser)
     add_strategy(parser)
     add_json(parser, "the recommendation")
-    parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that one does not have")
+    parser.add_argument("--simulate-only", action="store_true", help="run nothing: the answer for a cluster that you do not have")
     sweep = "with --simulate-only: the best strategy at each value of a key, such as cluster.nodes=1,2,4 or 1..8; twice: at every pair"
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", action="append", help=sweep)
-    text = "go on from this earlier tuning's folder: say what has moved since, and measure only what that changes"
+    text = "continue from this earlier tuning's folder: report what has changed since, and measure only what that affects"
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("-v", "--verbose", action="store_true", help="print the strategies that ran, and all notes; the report has both")
     add_command_line(parser)
@@ -59,7 +59,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, write the report, print the verdict and where everything is. KEEP DEFAULT is success."""
+    """Tune, write the report, print the verdict and the folder. KEEP DEFAULT counts as success."""
     if _asks_for_simulations(arguments):
         if arguments.earlier is not None:
             raise ConfigError("does not go with --simulate-only, which measures nothing", "--from", str(arguments.earlier), "drop it")
@@ -82,7 +82,7 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
     from tuner.tune import tune
 
     def begun() -> None:
-        arguments.interrupted = "the script was stopped; the same command goes on after the last leg that is complete"
+        arguments.interrupted = "the script was stopped; the same command continues after the last complete leg"
 
     say(your_script.budget(base.tune))
     told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
@@ -93,7 +93,10 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
 
 
 def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
-    """Write a tuning's report, and print the answer; the strategies that ran, and all notes, where ``-v`` asks for them."""
+    """Write a tuning's report, and print the answer.
+
+    With ``-v``, also the strategies that ran, and all notes.
+    """
     from fleetbench.report.answer import text_of
     from fleetbench.report.html import save_report
     from fleetbench.report.model import read_report
@@ -118,7 +121,7 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
 
 
 def _arms_table(recommendation: Recommendation) -> Table:
-    """The strategies that ran for real: what the simulator said of them, and what was measured."""
+    """Return a table of the strategies that ran for real: simulated and measured figures."""
     has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
     has_void = any(arm.void_runs for arm in recommendation.arms)
     more = [name for name, shown in (("memory", has_memory), ("void legs", has_void)) if shown]
@@ -142,10 +145,10 @@ def _arms_table(recommendation: Recommendation) -> Table:
 
 
 def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
-    """Whether nothing is to run. Raises ``ConfigError`` for what does not go with that, or goes with nothing else."""
+    """Whether nothing is to run. Raises ``ConfigError`` for options that contradict this, or need it."""
     if not arguments.simulate_only:
         if arguments.sweep is not None:
-            raise ConfigError("asks for simulations alone", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
+            raise ConfigError("needs --simulate-only", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
         return False
     if len(arguments.sweep or ()) > 2:
         hint = "at most two keys, such as cluster.nodes and workload.batch_size"
@@ -213,7 +216,7 @@ def _cases(found: SimulatedRecommendation) -> Table:
 
 
 def _parts(found: SimulatedRecommendation, folder: Path) -> str:
-    """Where the step goes, and what says more."""
+    """Describe the parts of the step, and the command that shows more."""
     from fleetbench.cli.tables import TIMES
 
     parts = ", ".join(f"{label.strip()} {units.seconds(found.parts[key])}" for key, label in TIMES if key in found.parts)
@@ -305,5 +308,5 @@ def _sizes_table(found: Sizes) -> Table:
 
 
 def _letters(found: Sizes) -> dict[DistributedStrategy, str]:
-    """A name for each strategy of the table, explained below it."""
+    """Return a name for each strategy of the table, which is explained below it."""
     return {strategy: f"S{number}" for number, strategy in enumerate(dict.fromkeys(size.strategy for size in found.sizes), start=1)}

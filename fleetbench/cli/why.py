@@ -1,4 +1,4 @@
-"""``fleetbench why``: why is it slow, and what do I type? On the script as it is."""
+"""``fleetbench why``: why is my unchanged script slow, and what do I type?"""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _FILE = "why.json"
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "why", "look at a training script as it is: why is it slow, and what would help?", run)
+    parser = add_command(commands, "why", "look at an unchanged training script: why is it slow, and what would help?", run)
     text = "traces of torch.profiler (files, or folders of them), one for each rank, instead of a command"
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help=text)
     add_overrides(parser, "such as run.timeout='300 s'")
     seconds = number("a number of seconds above zero", math.ulp(0.0))
-    text = f"how long to look, about, from the command's start; default: {_SECONDS:g}"
+    text = f"about how long to observe, from the command's start; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=text)
-    parser.add_argument("--trace", action="store_true", help="record some steps with torch.profiler; default: on GPUs alone")
+    parser.add_argument("--trace", action="store_true", help="record some steps with torch.profiler; default: only on GPUs")
     above = number("a number above zero", math.ulp(0.0))
-    parser.add_argument("--link", type=above, metavar="FACTOR", help="of traces: as if links were so many times as fast")
-    parser.add_argument("--ranks", type=whole(2), metavar="N", help="of traces: as if there were so many ranks")
+    parser.add_argument("--link", type=above, metavar="FACTOR", help="with traces: as if links were FACTOR times as fast")
+    parser.add_argument("--ranks", type=whole(2), metavar="N", help="with traces: as if there were N ranks")
     percent = number("a percentage above zero", math.ulp(0.0))
-    text = "exit with 1 if more than so many per cent of a step are neither compute nor update"
+    text = "exit with 1 if more than PERCENT of a step is neither compute nor update"
     parser.add_argument("--fail-above", type=lambda text: percent(text.removesuffix("%")), metavar="PERCENT", help=text)
     text = "say what became slower since an earlier answer: its folder, or its why.json"
     parser.add_argument("--against", type=Path, metavar="OLD", help=text)
@@ -49,10 +49,10 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, print the answer and where it is stored."""
+    """Observe, print the answer and where it is stored."""
     if bool(arguments.command_line) == bool(arguments.traces):
         hint = "fleetbench why -- torchrun --nproc-per-node 2 train.py, or fleetbench why TRACE.json ..."
-        raise ConfigError("takes a command that trains or traces of one, and no more than one of the two", "fleetbench why", hint=hint)
+        raise ConfigError("takes either a command that trains, or traces", "fleetbench why", hint=hint)
     old = None if arguments.against is None else _earlier(arguments.against)
     if arguments.traces:
         from tuner.why.from_traces import explain_traces
@@ -86,7 +86,7 @@ def _explain(old: dict[str, Any] | None, arguments: argparse.Namespace, command:
 
 
 def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, old: dict[str, Any] | None) -> int:
-    """Store an answer and print it; 1 if more of a step than ``--fail-above`` is not compute."""
+    """Store an answer and print it. Returns 1 if more of a step than ``--fail-above`` is not compute."""
     from fleetbench.report.why import changes_since, data_of, text_of, text_of_changes, write_page
     from fleetbench.store import new_folder
 
@@ -111,7 +111,7 @@ def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, ol
 
 
 def _earlier(path: Path) -> dict[str, Any]:
-    """An earlier answer. Raises ``ConfigError`` for what is none."""
+    """Read an earlier answer. Raises ``ConfigError`` if it is none."""
     from fleetbench.digests import read_text
     from fleetbench.report.why import changes_since
 

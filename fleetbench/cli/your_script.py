@@ -1,4 +1,4 @@
-"""``profile`` and ``tune`` of the user's own script: ``fleetbench tune [EXPERIMENT.toml] -- torchrun --nproc-per-node 2 train.py``."""
+"""``profile`` and ``tune`` of the user's own script: ``fleetbench tune [FILE] -- torchrun ... train.py``."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 SEPARATOR = "--"
 REGISTRY_SCRIPT = "real.workloads.train"
-"""The module that trains an experiment's own workload as a user's script would."""
+"""Module that trains an experiment's own workload like a user's script."""
 TAKE_A_COMMAND = ("why", "profile", "tune", "estimate", "doctor")
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
-"""What may be set of it; model, data and the rest are the script's."""
+"""Workload fields that may be set; model, data and the rest are the script's."""
 _MOST_ENTRIES = 100_000
-"""Looked at; a folder with more is one of data."""
+"""Largest number of entries that are examined; a folder with more is a data folder."""
 _MODULE = ("-m", "--module")
-"""Options after which a command names a module, and no file."""
+"""Options after which a command names a module instead of a file."""
 _SHOWN = 10
 _OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
-"""How names begin that are of version control, Python or a launcher."""
+"""Beginnings of file names that belong to version control, Python or a launcher."""
 _PROTECTION = (
     "let the script neither load nor save a checkpoint where FLEETBENCH_TUNING is in its environment, "
     "or, if it only saves, start it in a folder of its own with --workdir DIR"
 )
-EPILOG = "After -- stands a command that starts your own training script, with torchrun, fleetbench launch or python."
+EPILOG = "After --, give a command that starts your own training script, with torchrun, fleetbench launch or python."
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without what follows its first ``--``, and that; other commands keep a ``--`` of theirs."""
+    """Split a command line at its first ``--``; other commands keep theirs."""
     words = list(argv)
     if not words or words[0] not in TAKE_A_COMMAND or SEPARATOR not in words:
         return words, ()
@@ -52,9 +52,10 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """What a process trains that was started as one of several, with nothing after ``--``: the experiment's own workload.
+    """Return the command of a process that was started as one of several without a command.
 
-    Nothing where it was started alone. Raises ``ConfigError`` where there is no experiment either.
+    It trains the experiment's own workload. Empty if the process was started alone. Raises ``ConfigError``
+    without an experiment.
     """
     from real.processes.roles import role_of
 
@@ -69,7 +70,7 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace, tuple[str, ...], Experiment], int]) -> int:
-    """Drive from outside, or as rank 0 of processes that somebody has started already, whose other ranks serve."""
+    """Drive the script from outside, or as rank 0 of running processes, whose other ranks serve."""
     from real.job.inside import driving, role_inside, serve
 
     role = role_inside()
@@ -90,14 +91,14 @@ def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namesp
 
 
 def refuse_workdir(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for a working folder where no command is started."""
+    """Raise ``ConfigError`` for a working folder if no command is started."""
     if arguments.workdir is not None:
         hint = "fleetbench tune --workdir scratch -- torchrun --nproc-per-node 2 train.py"
-        raise ConfigError("is the folder of a command, and there is none", "--workdir", str(arguments.workdir), hint)
+        raise ConfigError("needs a command to start in that folder", "--workdir", str(arguments.workdir), hint)
 
 
 def budget(tune: Tune) -> str:
-    """Said before anything is started."""
+    """Describe the budget, before anything is started."""
     bounds = [] if tune.budget_minutes is None else [f"{tune.budget_minutes:g} minutes from the first launch on"]
     if tune.budget_gpu_hours is not None:
         bounds.append(f"{tune.budget_gpu_hours:g} trainer hours, for all of them together from the first launch on")
@@ -124,7 +125,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
 
 
 def require_script(command: Sequence[str], workdir: Path | None) -> None:
-    """Raise ``ConfigError`` where a launcher of this machine is to start a Python file that is missing."""
+    """Raise ``ConfigError`` if a launcher on this machine is to start a Python file that is missing."""
     known = re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|fleetbench", Path(command[0]).name)
     script = next((word for word in command[1:] if word.endswith(".py") or word in _MODULE), None)
     if known and script is not None and script not in _MODULE and not Path(workdir or "", script).is_file():
@@ -134,14 +135,14 @@ def require_script(command: Sequence[str], workdir: Path | None) -> None:
 
 
 def _name(command: Sequence[str]) -> str:
-    """What run folders are called after: the script, without its ending."""
+    """Return the name for run folders: the script's, without its ending."""
     from real.job.facts import script_name
 
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script_name(tuple(command))).stem).strip("-") or "script"
 
 
 def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) -> None:
-    """Raise ``ConfigError`` for what cannot be done to a user's script, and for ``--set`` of what it decides itself."""
+    """Raise ``ConfigError`` for settings that a user's script decides itself or cannot have."""
     if base.cluster.stragglers:
         what = "stragglers are not injected into a user's script: it has those of its machines"
         raise ConfigError(
@@ -160,12 +161,12 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
 
 @contextmanager
 def telling(folder: Path, out: Path, often: str = ", over and over,") -> Iterator[None]:
-    """Say first that the script writes below ``folder``, and after the ``with``, however it ends, which files it has written.
+    """Warn that the script writes below ``folder``; after the ``with``, list the files that it has written.
 
-    ``out``: where this command's own results go.
+    ``out`` is the folder of this command's own results.
     """
-    say(f"note: the script really runs{often} and writes what it writes, in {folder}: {_PROTECTION}")
-    begin_ns = time.time_ns() - 20_000_000  # file systems' clocks tick, and are behind by up to one tick
+    say(f"note: the script really runs{often} and writes its files below {folder}: {_PROTECTION}")
+    begin_ns = time.time_ns() - 20_000_000  # the clocks of file systems may lag by one tick
     try:
         yield
     finally:

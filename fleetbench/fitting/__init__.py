@@ -1,1 +1,4 @@
-"""Fits: from measured times to the few numbers that a simulator reads. Pure functions of arrays; numpy and scipy, no torch."""
+"""Fits: from measured times to the few numbers that a simulator reads.
+
+Pure functions of arrays, without torch.
+"""

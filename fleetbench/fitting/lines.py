@@ -1,7 +1,7 @@
-"""Lines: ``y = intercept + slope x`` through measured times, neither of the two below zero; and the link of such a line.
+"""Lines: ``y = intercept + slope x`` through measured times, both at least zero; and the link of such a line.
 
-Hockney 1994, "The communication challenge for MPP", equation 1, for a ring all-reduce among P ranks:
-``T(S) = 2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
+Hockney 1994, "The communication challenge for MPP", equation 1, for a ring all-reduce among P ranks: ``T(S) =
+2 (P - 1) latency + 2 ((P - 1) / P) S / bandwidth``.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from fleetbench.stragglers import Floats
 
 _ROUNDS = 20
 _HUBER = 1.345
-"""Residuals beyond so many standard deviations count less (Huber 1981: 95 % efficient where noise is normal)."""
+"""Number of standard deviations beyond which residuals count less (Huber 1981: 95 % efficient for normal
+noise)."""
 _SMALLEST_SCALE = 1e-4
-"""Relative residuals below this are no outliers, however well the rest fits."""
+"""Relative residual below which a point is never an outlier, however well the rest fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +27,21 @@ class Line:
     """A fitted line."""
 
     intercept: float
+    """Time at x = 0."""
     slope: float
+    """Time per unit of x."""
     largest_residual: float
-    """Of the points: their largest distance from the line, as a share of the point."""
+    """Largest distance of a point from the line, as a share of the point."""
     statement: str | None = None
-    """What the points could not tell; none where they could."""
+    """Sentence about what the points could not determine; none if they determined everything."""
 
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | None = None) -> Line:
-    """The line with the smallest weighted sum of squared *relative* residuals, outliers counting less.
+    """Return the line with the least weighted sum of squared *relative* residuals; outliers count less.
 
-    ``y`` are durations: those of small and of large ``x`` count alike, whatever their size. Points
-    that are not above zero in ``y`` are left out. Where all ``x`` are one, the whole duration goes
-    to the slope, and ``statement`` says so.
+    ``y`` are durations: those of small and of large ``x`` have the same weight. Points that are not above
+    zero in ``y`` are ignored. If all ``x`` are equal, the whole duration goes to the slope, and ``statement``
+    says so.
     """
     at, took = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     weight = np.ones_like(took) if weights is None else np.asarray(weights, dtype=float)
@@ -65,7 +68,7 @@ def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | 
 
 
 def _of_one_size(x: float, took: Floats) -> Line:
-    """All points lie at one ``x``: two numbers cannot be told apart."""
+    """Return the line if all points have one ``x``, so that intercept and slope cannot be separated."""
     middle = float(np.median(took))
     spread = float(np.abs(took / middle - 1.0).max())
     all_slope = x > 0
@@ -82,11 +85,13 @@ class Hockney:
     """``T(S) = alpha + S beta``, in seconds and bytes."""
 
     trainers: int
+    """Number of ranks."""
     line: Line
+    """Line through the measured times, in seconds and bytes."""
 
     @property
     def link(self) -> Link:
-        """The link that a ring among so many trainers would need to take as long."""
+        """Link with which a ring among this many trainers would take as long."""
         steps = 2 * (self.trainers - 1)
         slope = self.line.slope
         bandwidth = steps / self.trainers * 8 / slope if slope > 0 else LARGEST

@@ -1,14 +1,15 @@
-"""Overlap: by how much compute and communication slow each other, from a backward beside which buckets travel.
+"""Overlap: how much compute and communication slow each other, from a backward that overlaps with buckets.
 
-One rank of many that are alike: its backward passes the moments at which buckets are ready; starting
-a bucket's all-reduce holds it up; all-reduces go one after the other. While one is in flight,
-compute takes ``1 + compute`` times as long; while the backward goes on, an all-reduce takes
-``1 + collective`` times as long.
+The model is one rank of many that are alike. Its backward passes the times at which buckets are ready;
+starting a bucket's all-reduce delays it; all-reduces run one after the other. While one is in flight, compute
+takes ``1 + compute`` times as long; while the backward runs, an all-reduce takes ``1 + collective`` times as
+long.
 
-And what two collectives at once do to each other, from how long the members of queues took: each is so many messages, each with its
-part of the latency after it, and the link carries messages in the order in which they come. While two are in flight, a latency takes
-2 / ``latency`` times as long, and the link is busy 1 / ``transfer`` times as long with a message. So a ``transfer`` of 1 is a link that
-two share, and 2 of both are two alike that know nothing of each other.
+The second model is how two concurrent collectives slow each other, from the times of the members of queues.
+Each collective is a number of messages, each followed by its part of the latency, and the link carries
+messages in order of arrival. While two are in flight, a latency takes 2 / ``latency`` times as long, and a
+message occupies the link 1 / ``transfer`` times as long. So a ``transfer`` of 1 is a link that two share, and
+2 for both means two collectives that do not affect each other.
 
 The simulator integrates the same rules.
 """
@@ -23,61 +24,67 @@ import numpy as np
 from scipy.optimize import least_squares
 
 MOST = 100.0
-"""The largest slowdown that is looked for."""
+"""Largest slowdown that the fit considers."""
 _END = 1e-15
 _RIDGE = 1e-4
-"""So little speaks for no slowdown, where the times do not tell."""
+"""Small penalty on slowdowns, which decides if the times do not."""
 _TOLD = 0.01
-"""Both must move the times by this share, for a slowdown of 1, in ways of their own."""
+"""Least share by which each slowdown of 1 must change the times, independently of the other."""
 _STARTS = ((0.05, 0.05), (1.0, 0.1), (0.1, 1.0), (2.0, 2.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A backward and the all-reduces beside it. Times in seconds, undisturbed."""
+    """A backward and the all-reduces that overlap it. Times in seconds, without mutual slowdown."""
 
     ready_s: tuple[float, ...]
-    """From the backward's start until each bucket is ready."""
+    """Seconds from the start of the backward until each bucket is ready."""
     nbytes: tuple[int, ...]
+    """Bytes of each bucket."""
     backward_s: float
+    """Seconds of the backward."""
     start_s: tuple[float, ...]
-    """What starting each bucket's all-reduce takes from compute."""
+    """Seconds of compute that it takes to start each bucket's all-reduce."""
     alpha_s: float
+    """Seconds of an all-reduce of no bytes."""
     beta_s: float
-    """Seconds a byte."""
+    """Seconds per byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """How an exchange went."""
+    """Result of an exchange."""
 
     backward_s: float
-    """The backward, with what held it up or slowed it."""
+    """Seconds of the backward, including delays and slowdown."""
     stall_s: float
-    """From the backward's end to the last all-reduce's."""
+    """Seconds from the end of the backward to that of the last all-reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdowns:
-    """What explains a measured exchange best."""
+    """Slowdowns that explain a measured exchange best."""
 
     compute: float
+    """Slowdown of compute while an all-reduce is in flight."""
     collective: float
+    """Slowdown of an all-reduce while the backward runs."""
     error: float
-    """What of backward and stall stays unexplained, as a share of their sum."""
+    """Unexplained part of backward and stall, as a share of their sum."""
     statement: str | None = None
+    """Sentence about what the times could not determine; none if they determined everything."""
 
 
 def overlap(exchange: Exchange, compute: float, collective: float) -> Overlapped:
-    """How the exchange goes with these two slowdowns."""
+    """Simulate the exchange with these two slowdowns."""
     order = sorted(range(len(exchange.ready_s)), key=exchange.ready_s.__getitem__)
     marks = [0.0, *accumulate((exchange.ready_s[index] for index in order), max)]
-    work: list[tuple[float, float]] = []  # undisturbed seconds, and how many times as long they take beside an all-reduce
+    work: list[tuple[float, float]] = []  # seconds without slowdown, and the factor while an all-reduce is in flight
     for before, mark, index in zip(marks, marks[1:], order, strict=False):
         work += [(mark - before, 1.0 + compute), (exchange.start_s[index], 1.0)]
     work.append((max(0.0, exchange.backward_s - marks[-1]), 1.0 + compute))
     joins = [exchange.alpha_s + exchange.beta_s * exchange.nbytes[index] for index in order]
-    queue: list[float] = []  # seconds that each all-reduce still takes with nothing beside it, the one in flight first
+    queue: list[float] = []  # seconds that each all-reduce still takes without slowdown; the one in flight is first
     now = 0.0
     for number, (takes_s, slow) in enumerate(work):
         left_s = takes_s
@@ -99,10 +106,10 @@ def _left(seconds: float) -> float:
 
 
 def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
-    """The two slowdowns under which the exchange takes the measured times, neither below zero.
+    """Return the two slowdowns, both at least zero, with which the exchange takes the measured times.
 
-    Where no collective is in flight beside compute, nothing tells them, and both are 0. Where all
-    have ended before the backward does, only what they do together is known, and ``statement`` says so.
+    If no collective overlaps compute, they cannot be measured and are 0. If all collectives have ended before
+    the backward does, only their joint effect is known, and ``statement`` says so.
     """
     scale = measured.backward_s + measured.stall_s
     free = overlap(exchange, 0.0, 0.0)
@@ -135,14 +142,14 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
 LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0
 _STARTS_TOGETHER = ((1.0, 1.0), (1.9, 1.0), (0.5, 0.5), (1.9, 1.9))
 _OF_ONE = 1e-3
-"""What the error of one member counts beside that of all together."""
+"""Weight of one member's error compared with that of all members together."""
 _RIDGE_TOGETHER = 1e-3
-"""So little speaks for a link that is shared, and latencies that are not, where the times do not tell."""
+"""Small penalty towards a shared link and separate latencies, which decides if the times do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """What two carry together, as a multiple of one: of their latencies, and of their transfers."""
+    """What two collectives achieve together as a multiple of one: for latencies, and for transfers."""
 
     latency: float
     transfer: float
@@ -151,15 +158,17 @@ class Together:
 def durations(
     queues: Sequence[Sequence[float]], alpha_s: float, together: Together, depth: int = 1, messages: int = 2
 ) -> tuple[list[list[float]], float]:
-    """How long each member of one or two queues takes, of so many messages, given its transfer's seconds alone; and all of them.
+    """Return how long each member of one or two queues takes, and all of them together.
 
-    A queue's members start in order, and ``depth`` of them are under way at once; no more than two over all queues.
+    Members are given by the seconds of their transfer alone, and each consists of ``messages`` messages. A
+    queue's members start in order, ``depth`` of them at once; no more than two run over all queues.
     """
     assert len(queues) * depth <= 2  # what was measured
     took, started = ([[0.0] * len(queue) for queue in queues] for _ in range(2))
     under_way = [min(depth, len(queue)) for queue in queues]
     due = [(0.0, lane, index, 0) for lane, number in enumerate(under_way) for index in range(number)]
-    """When the next message of each sets out, or its last one has come, and how many have been sent."""
+    """Time when each member's next message starts, or its last one has arrived, and how many have been
+    sent."""
     free = now = 0.0
     while due:
         now, lane, index, sent = heappop(due)
@@ -185,9 +194,10 @@ def fit_together(
     messages: int = 2,
     whole_s: float | None = None,
 ) -> Together:
-    """The two numbers under which the members take these times, relative errors squared; none: not known. See ``durations``.
+    """Return the two numbers with which the members take these times, by least squares of relative errors.
 
-    What all take, ``whole_s``, says more where it is known: which message is before another hangs on moments.
+    None stands for an unknown time. See ``durations``. If known, the total ``whole_s`` is more reliable,
+    because the order of messages depends on small time differences.
     """
 
     def residuals(numbers: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
-"""Stragglers: measured compute times of ranks and steps, as a factor per rank and blocks of consecutive steps.
+"""Stragglers: measured compute times as a factor per rank and blocks of consecutive steps.
 
-What the simulator draws multiplies: a rank's compute is base x (1 + X) x its rank's factor. Factors are taken out first, so that
-without a slow rank the blocks are those of equal ranks.
+The simulator multiplies its draws: a rank's compute is base x (1 + X) x its rank's factor. Factors are
+removed first, so that the blocks are those of equal ranks.
 """
 
 import dataclasses
@@ -25,32 +25,34 @@ from fleetbench.traces import FORMAT, UNITS, by_rank_and_step, compute_columns, 
 from fleetbench.units import seconds
 
 SHARES = (0.5, 0.95, 0.99)
-"""Percentages of the steps at which a fit has quantiles."""
+"""Shares of the steps at which a fit reports quantiles."""
 LEAST_STEPS = 5
-"""Fewer steps of a rank do not tell how steps differ."""
+"""Least number of steps per rank from which differences between steps can be measured."""
 LEAST_FOR_RANKS = 20
-"""Fewer steps of a rank do not tell whether it is slow, or was slow for a while, or as slow as others in the same steps."""
+"""Least number of steps per rank from which a slow rank, a slow phase or a correlation between ranks can be
+found."""
 _PARTS = 5
 _LOWER = 0.25
 _LEAST_FACTOR = 1.02
-"""A rank that is slower than this, in every part of the run, is a slow rank."""
+"""Least factor of a slow rank, in every part of the run."""
 _CONFIDENCE = 0.95
 _FALSE = 0.05
-"""The share of runs of equal ranks in which one may be called slow."""
+"""Share of runs with equal ranks in which one may be called slow."""
 _LONG_S, _LONGEST_S = 2.0, 120.0
-"""Seconds of compute a step that may be milliseconds, and that are hardly seconds."""
+"""Seconds of compute per step that may be milliseconds, and seconds that are implausible."""
 _STEADY = 1e-3
-"""A spread below this share of the median is none."""
+"""Share of the median below which a spread counts as none."""
 _TOGETHER = 0.3
-"""Ranks whose steps correlate more than this are slow together."""
+"""Correlation above which ranks count as slow together."""
 _MOST_VALUES = 20_000
-"""Measured steps of ranks that an entry holds: of more steps, blocks that are evenly spaced."""
+"""Largest number of measured steps times ranks in an entry. From more steps, evenly spaced blocks are
+kept."""
 
 
 def fit_stragglers(times_s: Floats) -> StragglerFit:
-    """The factors and blocks of ``times_s``, compute in seconds by rank and step.
+    """Fit factors and blocks to ``times_s``, compute in seconds by rank and step.
 
-    Never raises for times that tell too little: ``statements`` says what is missing.
+    It never raises for insufficient data: ``statements`` says what is missing.
     """
     times = np.asarray(times_s, dtype=float)
     factors, told = rank_factors(times)
@@ -75,7 +77,7 @@ def fit_stragglers(times_s: Floats) -> StragglerFit:
         statements.append(f"steps are drawn in blocks of {block}{held}, as they were measured")
     correlation = None
     if ranks > 1 and steps >= LEAST_FOR_RANKS and np.ptp(level, axis=1).min() > 0:
-        order = stats.zscore(stats.rankdata(level, axis=1), axis=1)  # by order, so that single slow steps do not decide
+        order = stats.zscore(stats.rankdata(level, axis=1), axis=1)  # by rank order, so that single slow steps do not decide
         correlation = round(float(((order.sum(axis=0) ** 2).mean() - ranks) / (ranks * (ranks - 1))), 3)
         if correlation > _TOGETHER:
             statements.append(f"ranks are slow in the same steps (correlation {correlation:.2f})")
@@ -100,9 +102,9 @@ Source = str | Path | Sequence[str | Path]
 
 
 def fit_source(source: Source) -> StragglerFit:
-    """The stragglers of a run's folder, of a table of seconds, or of traces of torch.profiler; see ``compute_times``.
+    """Fit stragglers from a run's folder, a table of seconds, or traces; see ``compute_times``.
 
-    The ``entries`` are what ``cluster.stragglers`` takes, for a table of layers that takes ``base``.
+    The ``entries`` are for ``cluster.stragglers``, with a table of layers that takes ``base``.
     """
     times_s, notes = compute_times(source)
     fit = fit_stragglers(times_s)
@@ -110,9 +112,9 @@ def fit_source(source: Source) -> StragglerFit:
 
 
 def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
-    """Compute in seconds by rank and step, and what is to be said of how they were read.
+    """Return compute in seconds by rank and step, and notes about how it was read.
 
-    Raises ``ConfigError`` for a source of no known kind, and for times that are not above 0 or not of every rank and step.
+    Raises ``ConfigError`` for an unknown kind of source, and for times that are not above 0 or incomplete.
     """
     paths, where = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)], "--from"
     path, notes = paths[0], tuple[str, ...]()
@@ -141,7 +143,10 @@ def _is_json(path: Path, where: str) -> bool:
 
 
 def _seconds(frame: pd.DataFrame, path: Path, where: str) -> tuple[str, ...]:
-    """What is to be said of a table whose seconds may be milliseconds. Raises ``ConfigError`` where they hardly are seconds."""
+    """Return notes about a table whose seconds may be milliseconds.
+
+    Raises ``ConfigError`` if they are implausible.
+    """
     if "compute_s" not in frame or UNITS.keys() & set(frame.columns):
         return ()
     typical_s = float(pd.to_numeric(frame["compute_s"], errors="coerce").median())
@@ -153,13 +158,14 @@ def _seconds(frame: pd.DataFrame, path: Path, where: str) -> tuple[str, ...]:
 
 
 def rank_factors(times_s: Floats) -> tuple[list[float], str]:
-    """How much longer each slow rank takes than those that are not slow, 1 for these; and what was found.
+    """Return the factor of each slow rank compared with the others, which have 1; and what was found.
 
-    A rank's time is the lower quartile of a part of the run: slow stretches reach it last.
-    A rank is slow if it takes longer than the fastest
+    A rank's time is the lower quartile of a part of the run, which slow phases affect last. A rank is slow if
+    it takes longer than the fastest
 
-    - by more than ranks that are alike differ by in ``_FALSE`` of all runs: t-tests of all pairs of ranks, with Bonferroni's correction,
-      by the residual variance of the parts' logarithms (two-way analysis of variance, ranks and parts);
+    - by more than equal ranks differ in ``_FALSE`` of all runs: t-tests of all pairs of ranks, with
+      Bonferroni's correction, by the residual variance of the parts' logarithms (two-way analysis of
+      variance, ranks and parts);
     - and consistently: a t-test of its own parts alone.
     """
     ranks, steps = times_s.shape

@@ -1,4 +1,4 @@
-"""GPUs, nodes and networks by name, as ``catalogue.toml`` has them with the source of every figure."""
+"""GPUs, nodes and networks by name, from ``catalogue.toml``, which has a source for every figure."""
 
 import difflib
 import functools
@@ -18,7 +18,7 @@ _FIGURES = {
     "the memory's rate": r"(\d[\d.]*)\s*([GT])B(?:/s|ps)",
     "the memory's size": r"(\d[\d.]*\s*[GMT]i?B)",
 }
-"""Figures of a GPU of one's own, and how each is written."""
+"""Figures of a custom GPU, with the pattern of each."""
 _RATES = {"G": 1e9, "T": 1e12}
 _EXAMPLE = "40 TFLOP/s, 900 GB/s, 24 GB"
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
@@ -31,19 +31,21 @@ class Gpu(Config):
     also: tuple[str, ...] = ()
     """Other names that tools print."""
     nccl: str | None = None
-    """The simulated collective with NCCL's constants of its generation; none where NCCL has none of it."""
+    """Simulated collective with NCCL's constants for its generation; none if NCCL has no such constants."""
     memory: Bytes
+    """Size of its memory."""
     memory_type: str
-    """As tools that print a GPU's name may add it: ``HBM3``."""
+    """Type of memory, as tools may add it to a GPU's name: ``HBM3``."""
     link: BitsPerSecond
-    """Rate to the other GPUs of a node, each way."""
+    """Rate to the other GPUs of a node, in each direction."""
     link_by: Literal["fabric", "pcie", "host"] = "fabric"
-    """Its carrier: NVLink or Infinity Fabric, PCIe, or PCIe through the host's memory."""
+    """Carrier of this link: NVLink or Infinity Fabric, PCIe, or PCIe through the host's memory."""
     memory_bandwidth: float
-    """Bytes per second."""
+    """Rate of its memory in bytes per second."""
     flops_s: dict[Precision, float]
-    """What it computes a second at most; a precision that it does not have is missing."""
+    """Peak FLOP/s by precision; precisions that it does not have are missing."""
     source: str
+    """Source of the figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +53,30 @@ class Node(Config):
     """One node."""
 
     gpu: str
+    """Name of its GPUs."""
     gpus: int = 8
+    """Number of GPUs."""
     cores: int = 0
-    """Processors of a node as its system counts them; 0 where that is not known."""
+    """Number of processors as the system counts them; 0 if unknown."""
     has_p2p: bool = True
-    """Whether its GPUs reach each other's memory over PCIe."""
+    """Whether its GPUs can access each other's memory over PCIe."""
     nics: int = 0
+    """Number of network interfaces."""
     rate: str = ""
-    """Of one of ``nics``."""
+    """Rate of each network interface."""
     fabric: Fabric | None = None
+    """Kind of the network; none if unknown."""
     tcp: dict[str, str | int] = field(default_factory=dict)
-    """Fields of a link by TCP that differ from those of ``nics``."""
+    """Fields of a TCP link that differ from those of ``nics``."""
     efa_us: float = 0.0
-    """Microseconds that the EFA plugin tells NCCL that its network adds to a message."""
+    """Microseconds that the EFA plugin reports to NCCL as its network's latency per message."""
     source: str = ""
+    """Source of the figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue(Config):
-    """All that has a name; the comments of ``catalogue.toml`` describe the tables."""
+    """Everything that has a name; the comments of ``catalogue.toml`` describe the tables."""
 
     infiniband: dict[str, BitsPerSecond]
     interface_gbps: tuple[int, ...]
@@ -81,18 +88,18 @@ class Catalogue(Config):
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """The catalogue, read once."""
+    """Return the catalogue, which is read once."""
     text = resources.files("fleetbench.hardware").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return decode(tomllib.loads(text), Catalogue, "")
 
 
 def gpu_name(spelled: str, where: str) -> str:
-    """The catalogue's name of a GPU in any usual spelling: ``h100``, ``A100-SXM4-80GB``, ``NVIDIA H100 80GB HBM3``.
+    """Return the catalogue's name of a GPU in any common spelling.
 
-    A spelling may say the vendor, that it is an SXM module, and its memory; whatever else it says, as another
-    memory, makes it another GPU. Figures (``40 TFLOP/s, 900 GB/s, 24 GB``) are a GPU of one's own, and their own
-    name. Raises ``ConfigError`` for a name that no GPU has, and for figures that lack one or that no GPU has;
-    ``where`` is what named it.
+    Examples are ``h100``, ``A100-SXM4-80GB`` and ``NVIDIA H100 80GB HBM3``. A spelling may include the
+    vendor, the SXM form and the memory; anything else, such as another memory size, makes it another GPU.
+    Figures (``40 TFLOP/s, 900 GB/s, 24 GB``) describe a custom GPU, and are its name. Raises ``ConfigError``
+    for an unknown name, and for incomplete or impossible figures; ``where`` is the setting that named it.
     """
     if "flop" in spelled.lower():
         _of_figures(spelled, where)
@@ -109,7 +116,7 @@ def gpu_name(spelled: str, where: str) -> str:
 
 
 def gpu_hint(spelled: str) -> str:
-    """Which GPUs there are, those with a name like ``spelled`` first."""
+    """List the known GPUs, those with a name like ``spelled`` first."""
     gpus = catalogue().gpus
     near = difflib.get_close_matches("".join(_words(spelled)[:1]).upper(), gpus, n=3)
     nearest = f"nearest by name: {', '.join(near)}; " if near else ""
@@ -118,23 +125,25 @@ def gpu_hint(spelled: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Words of a GPU's name in small letters, without those that tell nothing here."""
+    """Return the words of a GPU's name in lower case, without words that do not distinguish GPUs."""
     words = re.sub(r"(\d)\s*gb?\b", r"\1gb", re.sub(r"[\s_()-]+", " ", name.lower()).strip()).split(" ")
     noise = r"nvidia|tesla|geforce|amd|instinct|generation|blackwell|workstation|server|edition|oam|mcm|mba|[al]c|sxm\d?"
     return [word for word in words if not re.fullmatch(noise, word)]
 
 
 def gpu_named(name: str, where: str) -> Gpu:
-    """The GPU of a name, or of figures: what it computes in every precision, its memory's rate and size; PCIe 4.0 links it.
+    """Return the GPU with this name or these figures.
 
-    Raises ``ConfigError`` for a name that no GPU has; ``where`` is what named it.
+    Figures hold for every precision, and PCIe 4.0 links it.
+
+    Raises ``ConfigError`` for an unknown name; ``where`` is the setting that named it.
     """
     known = gpu_name(name, where)
     return catalogue().gpus.get(known) or _of_figures(known, where)
 
 
 def _of_figures(spelled: str, where: str) -> Gpu:
-    """A GPU of one's own. Raises ``ConfigError`` where a figure is missing, or no GPU has them."""
+    """Return a custom GPU. Raises ``ConfigError`` for incomplete or impossible figures."""
     parts = [part.strip() for part in spelled.split(",")]
     found = {
         name: next(filter(None, (re.fullmatch(pattern, part, re.IGNORECASE) for part in parts)), None) for name, pattern in _FIGURES.items()

@@ -1,13 +1,13 @@
-"""Clusters by name: ``cluster.preset`` of an experiment file, and the fields of ``[cluster]`` that it stands for.
+"""Clusters by name: ``cluster.preset`` of a file, and the fields of ``[cluster]`` that it stands for.
 
-A preset names nodes (``8 x p5.48xlarge``, ``4 x DGX A100``), GPUs and a network (``8 x 8 H100, 400G per NIC``,
-``16 x 1 V100, Ethernet 10G``, ``1 x 4 RTX 4090``, ``1 x 8 A10G, no P2P``) or processes of one machine
-(``2 x loopback``). What it stands for depends on who sends:
-NCCL (``run.backend = "nccl"``, or a simulated ``nccl-`` collective) uses NVLink and all interfaces by RDMA; gloo copies
-through the host's memory and uses TCP over one interface, where a cloud's limit of a flow applies.
+A preset names nodes (``8 x p5.48xlarge``, ``4 x DGX A100``), GPUs and a network (``8 x 8 H100, 400G per
+NIC``, ``16 x 1 V100, Ethernet 10G``, ``1 x 4 RTX 4090``, ``1 x 8 A10G, no P2P``) or processes on one machine
+(``2 x loopback``). Its fields depend on the backend: NCCL (``run.backend = "nccl"``, or a simulated ``nccl-``
+collective) uses NVLink and all interfaces by RDMA; gloo copies through the host's memory and uses TCP over
+one interface, with a cloud's limit per flow.
 
-NCCL's latencies are those of its own cost model (``catalogue.toml``): a simulated ``nccl-`` collective has them already, so that
-only what EFA adds is declared.
+NCCL's latencies are those of its own cost model (``catalogue.toml``). A simulated ``nccl-`` collective
+already includes them, so only EFA's addition is declared.
 """
 
 import re
@@ -33,13 +33,15 @@ _NETWORK = re.compile(
 
 
 Expansion = tuple[dict[str, Any], list[str]]
-"""What a preset stands for, as TOML data; and where the figures come from, with those that are assumed."""
+"""Fields of a preset as TOML data; and the sources of the figures, including assumptions."""
 
 
 def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An undecoded experiment with the fields of its ``cluster.preset`` instead of it; what the file declares itself stays.
+    """Return an undecoded experiment with the fields of its ``cluster.preset``.
 
-    A link is merged key by key. Raises ``ConfigError`` for a preset that names nothing known, or that can be read in two ways.
+    The file's own fields take precedence.
+
+    Links are merged key by key. Raises ``ConfigError`` for an unknown or ambiguous preset.
     """
     found = _expansion(data)
     if found is None:
@@ -51,7 +53,10 @@ def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def described(data: Mapping[str, Any]) -> str | None:
-    """What the fields of a preset are beside the file's own, and from where the figures are; none without one. Raises as ``expanded``."""
+    """Describe a preset's fields next to the file's own, and their sources; none without a preset.
+
+    Raises as ``expanded``.
+    """
     found = _expansion(data)
     if found is None:
         return None
@@ -67,7 +72,7 @@ def _inline(value: Any) -> str:
 
 
 def _merged(preset: Mapping[str, Any], own: Any) -> Any:
-    """A preset's link with a file's own keys; what these contradict is left out."""
+    """Merge a preset's link with a file's own keys, and drop the preset's keys that these contradict."""
     if not isinstance(own, Mapping):
         return own
     contradicted = set()
@@ -134,7 +139,7 @@ def _gpus(text: str, nodes: int, body: str) -> Node:
 
 
 def _network(text: str, gpus: int, network: str) -> tuple[int, str, Fabric | None]:
-    """Interfaces of a node, the rate of one, and the fabric."""
+    """Return the number of interfaces per node, the rate of one, and the fabric."""
     match = _NETWORK.fullmatch(network.strip())
     usage = 'for example "Ethernet 10G", "400G per NIC", "3200G per node", "8 x 400G" or "HDR per NIC"'
     if match is None:
@@ -171,7 +176,7 @@ def _rate(text: str, rate: str) -> BitsPerSecond:
 
 
 def _by_nccl(node: Node, collective: Any) -> Expansion:
-    """NVLink, and all interfaces of a node by RDMA where there is any."""
+    """Return NVLink, and all interfaces of a node by RDMA if it has any."""
     fields: dict[str, Any] = {}
     notes, us = [], catalogue().latency_us
     gpu = gpu_named(node.gpu, "cluster.preset")
@@ -179,7 +184,7 @@ def _by_nccl(node: Node, collective: Any) -> Expansion:
     if collective is None:
         fields["collective"] = gpu.nccl or "nccl-hopper"
         if gpu.nccl is None:
-            notes.append("assumed: NCCL's constants of Hopper, which has none of this GPU here")
+            notes.append("assumed: NCCL's constants for Hopper, because there are none for this GPU")
     if node.gpus > 1:
         is_halved = gpu.link_by == "pcie" and not node.has_p2p
         link, by = (BitsPerSecond(gpu.link // 2), "host") if is_halved else (gpu.link, gpu.link_by)
@@ -209,12 +214,12 @@ def _by_nccl(node: Node, collective: Any) -> Expansion:
 
 
 def _by_gloo(node: Node) -> Expansion:
-    """Host memory, and TCP over one interface."""
+    """Return host memory, and TCP over one interface."""
     fields: dict[str, Any] = {}
     notes, latency = [], f"{catalogue().latency_us['tcp']:g} us"
     if node.gpus > 1:
         fields["intra"] = dict(catalogue().loopback)
-        notes.append("assumed: inside a node gloo has the loopback interface that this project measured on two cores (reports/profile)")
+        notes.append("assumed: inside a node gloo uses the loopback interface as measured on two cores (reports/profile)")
     if node.nics:
         fields["nics_per_node"] = 1
         fields["inter"] = {"bandwidth": node.rate, "latency": latency, **node.tcp}

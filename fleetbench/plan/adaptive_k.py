@@ -1,16 +1,16 @@
 """Adaptive Local SGD: K follows the training loss and the learning rate.
 
-Four published rules (``adaptive_localsgd_configs.variant``). With K0 the first K, and loss0 and
-lr0 the averaged loss and the learning rate at the first synchronisation:
+Four published rules (``adaptive_localsgd_configs.variant``). K0 is the first K; loss0 and lr0 are the
+averaged loss and the learning rate at the first synchronisation:
 
-- ``fleet``: K = clamp(ceil(sqrt(lr0 loss / (lr loss0) K0)), 1, 16), as Fleet's optimizer has it;
+- ``fleet``: K = clamp(ceil(sqrt(lr0 loss / (lr loss0) K0)), 1, 16), as in Fleet's optimizer;
 - ``paper``: K = ceil(K0 sqrt(lr0 / lr loss / loss0)), at least 1 (AdaComm, arXiv 1810.08313);
 - ``document``: K = int(K0 sqrt(lr0 (loss - 0.6) / (lr max(loss0 - 0.6, 1e-12)))), at least 1, once
-  an epoch; what would grow K by more than 20 leaves it;
+  per epoch; K is unchanged if it would grow by more than 20;
 - ``qsr``: K = max(K0, floor((alpha / lr)^2)) (quadratic synchronisation rule, arXiv 2310.14423).
 
-Where a formula has no value (a loss that is NaN, a learning rate of 0, ...) K stays, and
-``AdaptiveStepsKept`` says why.
+If a formula has no value (a loss that is NaN, a learning rate of 0, ...), K is unchanged and
+``AdaptiveStepsKept`` gives the reason.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ DOCUMENT_MAX_GROWTH = 20
 
 
 class AdaptiveStepsKept(UserWarning):
-    """The rule for K has no value for this loss and learning rate, so K stays."""
+    """Warns that the rule for K has no value for this loss and learning rate, so K is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What an adaptive strategy knows of its rounds: plain data, part of the saved state."""
+    """State of an adaptive strategy's rounds: plain data, part of the saved state."""
 
     k: int
-    """Updates of the current round."""
+    """Number of updates in the current round."""
     loss0: float | None = None
     """Averaged loss at the first synchronisation; none before it."""
     lr0: float | None = None
@@ -45,29 +45,32 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveK:
-    """Chooses K. Life cycle: ``start``; after each update that synchronises ``on_lr``, then, where ``wants_loss``, ``on_loss``.
+    """Chooses K.
 
-    K is a round's: called after other updates, ``on_lr`` would change it within one.
+    Life cycle: ``start``; after each synchronising update ``on_lr``, then ``on_loss`` if needed.
+
+    ``wants_loss`` tells whether ``on_loss`` is needed. K belongs to a round: ``on_lr`` after other updates
+    would change it within one.
     """
 
     configs: AdaptiveLocalSGDConfigs
     lr_scale: float = 1.0
-    """Factor of the learning rate that is told, in every update."""
+    """Factor on the reported learning rate, in every update."""
 
     @property
     def observes(self) -> frozenset[str]:
-        """What the executor has to tell: the learning rate, and all but ``qsr`` need the loss."""
+        """Scalars that the executor has to report: the learning rate, and the loss except for ``qsr``."""
         return frozenset({"lr"} if self.configs.variant == "qsr" else {"lr", "loss"})
 
     def start(self) -> Rounds:
-        """The first round's."""
+        """Return the state of the first round."""
         return Rounds(self.configs.init_k_steps)
 
     def wants_loss(self, rounds: Rounds, update: int, epoch_ended: bool) -> bool:
         """Whether the synchronisation after ``update`` averages the trainers' losses.
 
-        ``epoch_ended``: an epoch has ended since the last loss was averaged, or with this update.
-        Asked for updates that synchronise only. A warm-up before training (updates below 1) has none.
+        ``epoch_ended``: an epoch has ended since the last loss was averaged, or with this update. Call it
+        only for updates that synchronise. A warm-up before training (updates below 1) averages no loss.
         """
         if self.configs.variant == "qsr" or update < 1:
             return False
@@ -76,15 +79,15 @@ class AdaptiveK:
         return epoch_ended if self.configs.variant == "document" else update > self.configs.begin_step
 
     def on_lr(self, rounds: Rounds, lr: float) -> Rounds:
-        """The learning rate at a synchronisation; ``qsr`` takes the next K from it."""
+        """Record the learning rate at a synchronisation; ``qsr`` computes the next K from it."""
         seen = dataclasses.replace(rounds, lr=lr * self.lr_scale)
         return self._choose(seen) if self.configs.variant == "qsr" else seen
 
     def on_loss(self, rounds: Rounds, loss: float, update: int) -> Rounds:
-        """The loss averaged over all trainers after ``update``, ``on_lr`` having come before.
+        """Record the loss averaged over all trainers after ``update``; call ``on_lr`` first.
 
-        The first that is usable becomes ``loss0``, whichever update it belongs to (training may
-        have been resumed); a later one gives the next K.
+        The first usable loss becomes ``loss0``, whichever update it belongs to (training may have been
+        resumed); a later one gives the next K.
         """
         assert rounds.lr is not None, "on_lr comes before on_loss"
         if rounds.loss0 is not None:
@@ -114,7 +117,8 @@ class AdaptiveK:
         variant, first_k, lr = self.configs.variant, self.configs.init_k_steps, rounds.lr
         assert lr is not None
         if variant == "qsr":
-            # A quotient of decimals, such as 0.3 / 0.1, may lie one rounding below the whole number that is meant.
+            # a quotient of decimals, such as 0.3 / 0.1, may be rounded to just below the intended whole
+            # number
             return max(first_k, math.floor(_finite((self.configs.alpha / lr) * (self.configs.alpha / lr)) * (1 + 1e-12)))
         loss0, lr0 = rounds.loss0, rounds.lr0
         assert loss0 is not None

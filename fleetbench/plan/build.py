@@ -1,4 +1,4 @@
-"""Plan: the static part of what a strategy decides, made once and the same on every rank."""
+"""Plan: the static part of a strategy's decisions, made once and equal on every rank."""
 
 from __future__ import annotations
 
@@ -26,37 +26,41 @@ class Plan:
     """Buckets in order of readiness and the operations of one exchange."""
 
     trainers: int
+    """Number of trainers."""
     buckets: tuple[Bucket, ...]
+    """Buckets in order of readiness."""
     exchange: Operations
-    """Ids count from 0; a strategy shifts them to its own."""
+    """Operations of one exchange. Ids count from 0; a strategy shifts them."""
     groups: tuple[tuple[str, Parts], ...]
     """Names of process groups with their parts; see ``fleetbench.plan.groups``."""
     queue_depth: int = 1
-    """Operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
+    """Number of operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     fragments: tuple[tuple[int, ...], ...] = ()
-    """Buckets of each fragment, whose exchanges follow one another in ``exchange``; empty: all buckets are exchanged together."""
+    """Buckets of each fragment, whose exchanges follow one another in ``exchange``; empty if all buckets are
+    exchanged together."""
     num_state_slots: int = 0
-    """Tensors that the optimizer keeps for each parameter, in the parameter's shape."""
+    """Number of tensors that the optimizer keeps for each parameter, in the parameter's shape."""
     buffers_nbytes: int = 0
-    """Batch-norm statistics and such, all together: averaged with local steps, else sent by rank 0 after each exchange; 0: neither."""
+    """Bytes of all buffers, such as batch-norm statistics. With local steps they are averaged, else sent by
+    rank 0 after each exchange; 0: neither."""
 
     blocks: tuple[Block, ...] = ()
-    """Blocks of a sharded model, in the order of the forward; empty where every trainer has all of the model."""
+    """Blocks of a sharded model in forward order; empty if every trainer has the whole model."""
     holds_scatters: bool = False
-    """The backward waits for each block's scatter."""
+    """Whether the backward waits for each block's scatter."""
     holds_gathers: bool = False
-    """Compute waits for each gather from its begin."""
+    """Whether compute waits for each gather as soon as it starts."""
 
     @functools.cached_property
     def shard_ranks(self) -> int:
-        """Trainers that share out one model; 1 where it is not sharded."""
+        """Number of trainers that share one model; 1 if it is not sharded."""
         if not self.blocks:
             return 1
         return len(self.parts.get("shard", self.parts["world"])[0])
 
     @functools.cached_property
     def moments(self) -> tuple[BlockBegin | BucketReady, ...]:
-        """The events between a step's begin and the end of its backward, in order."""
+        """Events between the start of a step and the end of its backward, in order."""
         waiting = [BlockBegin(block, "backward") for block in reversed(range(len(self.blocks)))]
         block_of = {block.bucket: number for number, block in enumerate(self.blocks)}
         found: list[BlockBegin | BucketReady] = [BlockBegin(block, "forward") for block in range(len(self.blocks))]
@@ -68,12 +72,12 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits over all of the plan; equal plans run the same operations."""
+        """Sixteen hexadecimal digits over the whole plan; equal plans run the same operations."""
         return json_digest(self.to_dict())[:16]
 
     @functools.cached_property
     def of_bucket(self) -> dict[int, Operations]:
-        """The exchange's operations by bucket."""
+        """Operations of the exchange by bucket."""
         found: dict[int, list[Operation]] = {}
         for operation in self.exchange:
             assert operation.bucket is not None
@@ -82,7 +86,7 @@ class Plan:
 
     @functools.cached_property
     def of_fragment(self) -> tuple[Operations, ...]:
-        """The exchange's operations by fragment."""
+        """Operations of the exchange by fragment."""
         return tuple(tuple(operation for operation in self.exchange if operation.bucket in own) for own in self.fragments)
 
     @functools.cached_property
@@ -93,16 +97,16 @@ class Plan:
 
     @functools.cached_property
     def parts(self) -> dict[str, Parts]:
-        """The groups by name."""
+        """Groups by name."""
         return dict(self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for ``plan.json``."""
+        """Return plain data, for ``plan.json``."""
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The plan that ``to_dict`` wrote."""
+        """Read the plan that ``to_dict`` wrote."""
         fields = tupled(data)  # of older plans without ``queue_depth`` and ``fragments``
         buckets = tuple(Bucket(**bucket) for bucket in fields.pop("buckets"))
         exchange = tuple(Operation(**operation) for operation in fields.pop("exchange"))
@@ -112,33 +116,39 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a plan depends on besides strategy and gradients."""
+    """Inputs of a plan besides strategy and gradients."""
 
     trainers: int
+    """Number of trainers."""
     trainers_per_node: int = 1
+    """Number of trainers per node."""
     queue_depth: int = 1
-    """Operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
+    """Number of operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     cost: Cost | None = None
-    """Of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
+    """Cost of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
     num_state_slots: int = 0
+    """Number of tensors that the optimizer keeps for each parameter."""
     buffers_nbytes: int = 0
     """Bytes of all buffers, which rank 0 sends to the others."""
     averaged_nbytes: int | None = None
-    """Bytes that an average of the buffers carries: masks stay, and short numbers are widened. None: ``buffers_nbytes``."""
+    """Bytes that an average of the buffers carries: masks are not averaged, and short types are widened.
+    None: ``buffers_nbytes``."""
     holds_scatters: bool = False
-    """The backward of a sharded model waits for each block's scatter: ``fully_shard`` hands it to the host's thread where there are no
-    streams, so with gloo; a gather is then handed over beside compute."""
+    """Whether the backward of a sharded model waits for each block's scatter. ``fully_shard`` does so on the
+    host's thread without streams, so with gloo; gathers then still overlap compute."""
     is_scripts: bool = False
-    """A script calls ``fully_shard`` itself: its last block is gathered again too, and with gloo compute waits for each gather."""
+    """Whether a script calls ``fully_shard`` itself. Its last block is then gathered again too, and with gloo
+    compute waits for each gather."""
     order: tuple[str, ...] = ()
-    """Names of the gradients as the model has them, which its fragments follow; none: in the reverse order of readiness."""
+    """Names of the gradients in the model's order, which fragments follow; none: the reverse order of
+    readiness."""
 
 
 def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
     """Plan the exchange of ``gradients``, given in order of readiness.
 
-    A hierarchy over one node is no hierarchy, as in Fleet. Raises ``ConfigError`` where it does
-    not divide the world. Local SGD carries parameters, so nothing there is sparse.
+    A hierarchy over one node is ignored, as in Fleet. Raises ``ConfigError`` if it does not divide the world.
+    Local SGD exchanges parameters, so no gradient is sparse there.
     """
     if strategy.is_local:
         gradients = [dataclasses.replace(gradient, sparse=False, touched=0) if gradient.sparse else gradient for gradient in gradients]
@@ -175,9 +185,10 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
 
 
 def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
-    """A bucket a block, that of what lies in none last; a communicator carries one collective at a time, whatever the backend could.
+    """Plan a bucket per block, with the parameters outside of blocks last.
 
-    Raises ``ConfigError`` for a degree that does not divide the trainers, and for what cannot be sharded.
+    A communicator carries one collective at a time, whatever the backend could carry. Raises ``ConfigError``
+    for a degree that does not divide the trainers, and for what cannot be sharded.
     """
     position = {gradient.name: index for index, gradient in enumerate(gradients)}
     named = [

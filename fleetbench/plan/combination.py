@@ -1,4 +1,4 @@
-"""Combination: what a strategy combines. Every question about a strategy that its plan does not answer is asked here."""
+"""Combination: what a strategy combines. It answers all questions about a strategy that its plan does not."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,58 +13,70 @@ from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 
 MOMENTA = frozenset({"momentum_buffer", "exp_avg"})
-"""Names of the means of past gradients that optimizers move parameters by; second moments and counts of steps are none."""
+"""Names of the means of past gradients in optimizers' states; second moments and step counts are not among
+them."""
 OUTSIDE = 2
-"""Steps of a run that lie in none of its whole rounds, the first and the last."""
+"""Number of a run's steps outside of its whole rounds: the first and the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """Accumulation x cadence x scaler, and what else is the same in every step. A value: under one plan, equal ones decide alike."""
+    """Accumulation x cadence x scaler, and everything else that is the same in every step.
+
+    A value: with the same plan, equal combinations decide alike.
+    """
 
     steps_per_update: int = 1
+    """Number of steps per update."""
     remainder: Literal["carry", "flush", "drop"] = "carry"
-    """What becomes of steps without an update that an epoch's end leaves over."""
+    """Treatment of steps without an update at the end of an epoch."""
     averages_gradient: bool = True
-    """The merged gradient is the mean of the steps', rather than their sum."""
+    """Whether the merged gradient is the mean of the steps' gradients rather than their sum."""
     lr_scale: float = 1.0
-    """Factor of the optimizer's learning rate, in every update."""
+    """Factor on the optimizer's learning rate, in every update."""
     lr_counts_updates: bool = False
-    """The learning rate's schedule counts updates, of which several steps may share one."""
+    """Whether the learning rate's schedule counts updates, each of which may take several steps."""
     holds_statistics: bool = False
-    """Batch-norm statistics move once an update."""
+    """Whether batch-norm statistics change only once per update."""
     cadence: Cadence | None = None
-    """After which updates trainers that update alone average their parameters; none: they update together."""
+    """Schedule by which trainers with local steps average their parameters; none if they update together."""
     adaptive: AdaptiveK | None = None
-    """When trainers meet follows what they observe: at every averaging they tell one another, so that all decide from the same."""
+    """Rule for an adaptive K. At every averaging, trainers exchange their observations so that all decide
+    alike. None if K is not adaptive."""
     outer: Outer | None = None
-    """What steps on the averaged difference of a round; none: the average is taken as it is."""
+    """Outer optimizer, which steps on the averaged difference of a round; none: the average is used as it
+    is."""
     fragments: Fragments | None = None
-    """Parts of the model with rounds of their own; none: a round's end exchanges and merges all of it."""
+    """Fragments of the model with their own rounds; none: the end of a round exchanges and merges the whole
+    model."""
     feeds_back: bool = False
-    """What quantising takes from a trainer's difference is added to its next one."""
+    """Whether the quantisation error of a trainer's difference is added to its next difference."""
     keeps_on_host: bool = False
-    """What trainers agreed on and the outer momentum lie in the host's memory."""
+    """Whether the agreed parameters and the outer momentum are kept in the host's memory."""
     averages_state: bool = False
-    """With parameters, trainers average the optimizer's state."""
+    """Whether trainers average the optimizer's state along with the parameters."""
     resets_state: bool = False
+    """Whether trainers reset the optimizer's state when they average."""
     momentum_alone: bool = False
-    """Of the optimizer's state, momentum alone is averaged or reset."""
+    """Whether only the momentum of the optimizer's state is averaged or reset."""
     averages_buffers: bool = False
+    """Whether trainers average buffers along with the parameters."""
     scaler: LossScaler | None = None
+    """Loss scaler; none without loss scaling."""
     updates_by_bucket: bool = False
-    """A bucket's parameters update as it arrives."""
+    """Whether the parameters of a bucket update when it arrives."""
     fuses_update: bool = False
-    """One update of all parameters."""
+    """Whether one fused update covers all parameters."""
     finds_unused: bool = False
+    """Whether parameters that the loss does not use are allowed."""
     sharding: ShardingConfigs | None = None
-    """The part of the model and of the optimizer's state that a trainer keeps; none: it keeps all of both."""
+    """Settings of sharding; none if every trainer keeps the whole model and optimizer state."""
     is_sequential: bool = False
-    """A trainer waits for every collective where it starts it."""
+    """Whether a trainer waits for every collective where it starts it."""
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Self:
-        """What the fields of ``strategy`` come to."""
+        """Return the combination that the fields of ``strategy`` describe."""
         merge, build = strategy.gradient_merge_configs, strategy.build_strategy
         return cls(
             steps_per_update=merge.k_steps,
@@ -93,37 +105,44 @@ class Combination:
 
     @property
     def is_local(self) -> bool:
-        """Trainers update alone and average parameters, rather than averaging gradients."""
+        """Whether trainers take local steps and average parameters, rather than averaging gradients."""
         return self.cadence is not None
 
     def slots(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Of the names of an optimizer's state tensors, those that trainers average or reset."""
+        """Return the names of state tensors, out of ``names``, that trainers average or reset."""
         return tuple(name for name in names if name in MOMENTA or not self.momentum_alone)
 
     @property
     def num_copies(self) -> int:
-        """Copies of the parameters on the device for local steps: Theta, the outer momentum, the differences, what quantising took."""
+        """Number of copies of the parameters that local steps keep on the device.
+
+        These are Theta, the outer momentum, the differences, and the quantisation error.
+        """
         kept = 0 if self.keeps_on_host else 1 + (self.outer is not None and self.outer.momentum != 0)
         return kept + 1 + self.feeds_back if self.is_local else 0
 
     @property
     def rounds(self) -> Rounds:
-        """How many updates lie between two meetings of the trainers."""
+        """Number of updates between two synchronisations of the trainers."""
         return rounds_of(self.cadence)
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of a round: of the longest one of a schedule, or of one update where the length is not known before the training."""
+        """Steps of the longest round of a schedule.
+
+        Those of one update if the length is not known in advance.
+        """
         rounds = self.rounds
         k = rounds.k if isinstance(rounds, Constant) else self.cadence and self.cadence.k_steps
         return self.steps_per_update * (k or 1)
 
     def whole_rounds(self, steps: int) -> tuple[int, int] | None:
-        """The first step, and a later one, between whose ends whole rounds lie; none where ``steps``, numbered from 1, hold no round.
+        """Return the first step, and a later one, between whose ends whole rounds lie.
 
-        A round of Local SGD ends with the first step already, and training that ends in the middle of one averages once more: ``n``
-        rounds from a first step to a last one would have ``n + 1`` exchanges. So neither these two steps count. Steps before the first
-        round of a schedule that begins late do.
+        None if ``steps``, numbered from 1, contain no round. A round of Local SGD already ends with the first
+        step, and training that ends within a round averages once more, so ``n`` rounds between the first and
+        the last step would have ``n + 1`` exchanges. These two steps therefore do not count. Steps before the
+        first round of a schedule that begins late do count.
         """
         before = self.steps_per_update * (self.rounds.cadence.begin_step - 1) if isinstance(self.rounds, Varying) else 0
         rounds = (steps - OUTSIDE - before) // self.steps_per_round
@@ -131,21 +150,21 @@ class Combination:
 
     @property
     def merges(self) -> bool:
-        """Several steps share an update."""
+        """Whether several steps share an update."""
         return self.steps_per_update > 1
 
     @property
     def scales(self) -> bool:
-        """The update waits for ``found_inf``."""
+        """Whether the update waits for ``found_inf``."""
         return self.scaler is not None
 
     @property
     def observes(self) -> frozenset[str]:
-        """The scalars that have to be told."""
+        """Scalars that the executor has to report."""
         adaptive = self.adaptive.observes if self.adaptive else frozenset()
         return adaptive | {"found_inf"} if self.scales else adaptive
 
     @property
     def leaves_averages(self) -> bool:
-        """Every step's gradients are averaged and wait for the update as they are, as DistributedDataParallel leaves them."""
+        """Whether every step's averaged gradients wait for the update unchanged, as in DDP."""
         return not (self.is_local or self.merges or self.updates_by_bucket or self.scales)

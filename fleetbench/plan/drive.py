@@ -1,7 +1,8 @@
-"""The protocol between executors and strategies: which events a trainer tells its strategy, when, and what it does with the answers.
+"""Protocol between executors and strategies: which events a trainer reports, when, and what it does then.
 
-The simulator's two engines, the real one and the contract test all run this text. An executor goes through ``events_of`` a step,
-makes each event happen (it computes, say, until a bucket's gradients are there), and then does what ``tell`` yields, one after the other:
+Both engines of the simulator, the real engine and the contract test all run this code. An executor iterates
+over ``events_of`` a step, makes each event happen (for example, computes until a bucket's gradients are
+ready), and then does what ``tell`` yields, one after the other:
 
     for request in tell(decider, event, now):
         if isinstance(request, Wanted):
@@ -9,7 +10,8 @@ makes each event happen (it computes, say, until a bucket's gradients are there)
         else:
             ...  # execute request.operations
 
-``Flush`` is told between steps, too, whenever the model is read. A strategy is never told two things at once.
+``Flush`` is also reported between steps, whenever the model is read. A strategy never handles two events at
+once.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ Scalar = Literal["found_inf", "lr", "loss"]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What the strategy answered to an event: operations to start now, in this order."""
+    """The strategy's answer to an event: operations to start now, in this order."""
 
     event: Event
     operations: Operations
@@ -34,10 +36,10 @@ class Decided:
 
 @dataclass(slots=True)
 class Wanted:
-    """A scalar that the strategy observes; the executor sets ``value``, to the same on every rank.
+    """A scalar that the strategy observes. The executor sets ``value``, which must be equal on every rank.
 
-    ``found_inf`` is not 0 where some trainer's gradients overflowed, which is known once all that the backward's
-    end started has ended. ``lr`` and ``loss`` are means over the trainers, after a merge.
+    ``found_inf`` is not 0 if some trainer's gradients overflowed, which is known once everything started by
+    the end of the backward has ended. ``lr`` and ``loss`` are means over the trainers, after a merge.
     """
 
     name: Scalar
@@ -48,7 +50,7 @@ Requests = Iterator[Decided | Wanted]
 
 
 def events_of(plan: Plan, step: int, steps_per_epoch: int | None = None, last_step: int | None = None) -> Iterator[Event]:
-    """The events of one step, and those between it and the next."""
+    """Yield the events of one step, and those between it and the next."""
     yield StepBegin(step)
     yield from plan.moments
     yield BackwardEnd()
@@ -64,7 +66,10 @@ def ends_epoch(step: int, steps_per_epoch: int | None) -> bool:
 
 
 def tell(decider: Decider, event: Event, now: Callable[[], int]) -> Requests:
-    """Tell the strategy of an event, and of what it observes because of it; ``now`` gives the time in ns."""
+    """Report an event to the strategy, and then what it observes as a result.
+
+    ``now`` returns the time in ns.
+    """
     operations = decider.on(now(), event)
     yield Decided(event, operations)
     observes = decider.strategy.observes
@@ -82,12 +87,12 @@ def _observe(decider: Decider, name: Scalar, now: Callable[[], int]) -> Requests
     yield wanted
     rounds = decider.state.rounds
     if name == "lr" and rounds is not None and rounds.lr == wanted.value:
-        return  # told before
+        return  # already reported
     yield from tell(decider, Observed(name, wanted.value), now)
 
 
 def answers(decider: Decider, event: Event, source: Callable[[Scalar], float], now: Callable[[], int] = lambda: 0) -> Iterator[Decided]:
-    """All that is decided because of an event, for an executor that has every scalar at hand."""
+    """Yield everything that is decided because of an event, for an executor that has all scalars."""
     for request in tell(decider, event, now):
         if isinstance(request, Wanted):
             request.value = source(request.name)

@@ -1,4 +1,4 @@
-"""Events: what an executor tells a strategy."""
+"""Events: what an executor reports to a strategy."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ class StepBegin:
 
 @dataclass(frozen=True, slots=True)
 class BlockBegin:
-    """The forward, or the backward, of a block of a sharded model is about to begin."""
+    """The forward or backward of a block of a sharded model is about to begin."""
 
     block: int
     phase: Literal["forward", "backward"]
@@ -28,14 +28,14 @@ class BucketReady:
 
 @dataclass(frozen=True, slots=True)
 class BackwardEnd:
-    """The backward is over; ``unused`` names parameters that the loss did not reach."""
+    """The backward is over; ``unused`` names parameters that the loss did not use."""
 
     unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A scalar that the strategy asked for in ``observes``, the same on every rank."""
+    """A scalar that the strategy requested in ``observes``, equal on every rank."""
 
     name: str
     value: float
@@ -51,9 +51,9 @@ class Message:
     rows: tuple[int, ...] = ()
     nbytes: int = 0
     count: int = 0
-    """Gradients that it is about."""
+    """Number of gradients that the message is about."""
     version: int = 0
-    """Of a push: how often the server had updated what the gradient was computed from."""
+    """For a push: the number of server updates in the parameters that the gradient was computed from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
 """Exchange: the operations that carry every bucket once.
 
-Bucket i travels on communicator i mod ``nccl_comm_num``, in one order on all ranks. With
-``sync_nccl_allreduce`` one bucket is in flight over all communicators. Without it nothing orders the
-all-reduces of one communicator but that order, and as many are in flight as it carries
-(``fleetbench.plan.groups``); what needs more than one all-reduce, or another type on the wire, is
-alone on its communicator. A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a
-node's leader, all-reduce among leaders, and broadcast; or a reduce-scatter inside the node, an
-all-reduce of every part between nodes, and an all-gather, which uses every link of the node.
-A sparse gradient's rows are gathered by all. Outer differences in INT8 are an all-to-all and an all-gather,
-which send what an all-reduce of as many bytes sends.
+Bucket i uses communicator i mod ``nccl_comm_num``, in the same order on all ranks. With
+``sync_nccl_allreduce`` one bucket is in flight over all communicators. Without it, all-reduces of one
+communicator only keep that order, and as many are in flight as it carries (``fleetbench.plan.groups``). A
+bucket that needs more than one all-reduce, or another type on the wire, is alone on its communicator.
+
+A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a node's leader, all-reduce
+among leaders, and broadcast; or a reduce-scatter inside the node, an all-reduce of every part between nodes,
+and an all-gather, which uses every link of the node. All ranks gather the rows of a sparse gradient. Outer
+differences in INT8 are an all-to-all and an all-gather, which together send as much as an all-reduce of as
+many bytes.
 """
 
 import dataclasses
@@ -21,12 +22,14 @@ from fleetbench.plan.operations import Collective, Operation, Operations
 from fleetbench.strategy import DistributedStrategy
 
 INT8_BLOCK = 256
-"""Numbers that share a scale where they travel in INT8."""
+"""Number of elements that share a scale in INT8."""
 INT8_SCALE_BYTES = 4
 
 
 def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
-    """The operations of every bucket, with ids 0, 1, ... relative to the exchange; none for one trainer.
+    """Return the operations of every bucket, with ids 0, 1, ... relative to the exchange.
+
+    None for one trainer.
 
     ``inner`` is the number of ranks inside a node of the hierarchy, 0 without one.
     """
@@ -50,15 +53,15 @@ def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: 
 
 @dataclasses.dataclass(slots=True)
 class _Lane:
-    """Operations that one of them may have to itself."""
+    """Operations in order, some of which must run alone."""
 
     alone: tuple[int, ...] = ()
-    """The last that has."""
+    """Id of the last operation that ran alone."""
     beside: list[int] = dataclasses.field(default_factory=list)
-    """Those after it."""
+    """Ids of the operations after it."""
 
     def join(self, operation: int, *, is_alone: bool) -> tuple[int, ...]:
-        """What the next operation comes after."""
+        """Add an operation, and return the ids that it must come after."""
         if not is_alone:
             self.beside.append(operation)
             return self.alone
@@ -68,14 +71,14 @@ class _Lane:
 
 
 def is_plain(chain: Sequence[Operation], dtype: str) -> bool:
-    """Whether a buffer of ``dtype`` travels through ``chain`` as it is, by one all-reduce."""
+    """Whether one all-reduce carries a buffer of ``dtype`` through ``chain`` unchanged."""
     return len(chain) == 1 and chain[0].kind == "all_reduce" and chain[0].wire_dtype in (None, dtype)
 
 
 def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
-    """The type in which a bucket travels: a smaller one where the strategy says so, but never a larger, and complex numbers as they are.
+    """Return the type in which a bucket is sent: a smaller one if the strategy says so, never a larger one.
 
-    Raises ``ConfigError`` for complex numbers that would be quantised.
+    Complex numbers keep their type. Raises ``ConfigError`` for complex numbers that would be quantised.
     """
     is_complex = bucket.dtype.startswith("complex")
     if strategy.quantises:
@@ -89,7 +92,7 @@ def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
 
 
 def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, trainers: int, inner: int) -> list[Operation]:
-    """What carries one bucket, one after the other; ids are given later."""
+    """Return the operations that carry one bucket, one after the other; ids are assigned later."""
     if dtype == "int8":
         return [Operation(id=0, kind="all_reduce", nbytes=int8_nbytes(bucket.numel, trainers), wire_dtype=dtype)]
     if bucket.sparse:
@@ -112,10 +115,10 @@ def _carry(kind: Collective, group: str, numel: int, dtype: str) -> Operation:
 
 
 def int8_blocks(numel: int, trainers: int) -> int:
-    """Blocks in the chunk of an INT8 exchange that one of ``trainers`` averages; the last chunks may be padding."""
+    """Return the number of blocks per trainer's chunk of an INT8 exchange; the last chunks may be padding."""
     return -(-numel // (INT8_BLOCK * trainers))
 
 
 def int8_nbytes(numel: int, trainers: int) -> int:
-    """Bytes of ``numel`` numbers in INT8, with their scales and padding: ``trainers`` chunks."""
+    """Return the bytes of ``numel`` elements in INT8 with scales and padding, in ``trainers`` chunks."""
     return trainers * int8_blocks(numel, trainers) * (INT8_BLOCK + INT8_SCALE_BYTES)

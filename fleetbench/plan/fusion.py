@@ -1,9 +1,8 @@
-"""Fusion: which gradients travel together.
+"""Fusion: which gradients are sent together.
 
-Fleet's pass, which its logs call ``fuse_all_reduce_op_pass``: sparse gradients are set apart; whole
-layers join the current group in order, and a group closes *after* the layer that takes it to its
-caps, which are therefore soft; a group of several types splits by type. A group without its last
-layer is under both caps.
+Fleet's pass, which its logs call ``fuse_all_reduce_op_pass``: sparse gradients are set apart. Whole layers
+join the current group in order, and a group closes *after* the layer that takes it to its caps, which are
+therefore soft. A group of several types is split by type. A group without its last layer is below both caps.
 """
 
 import functools
@@ -22,20 +21,25 @@ from fleetbench.strategy import DistributedStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients of one type that travel in one collective."""
+    """Gradients of one type that one collective carries."""
 
     id: int
+    """Index of the bucket."""
     gradients: tuple[str, ...]
-    """Names: within a layer in order of readiness, layers in the order of their first gradient.
+    """Names of the gradients: within a layer in order of readiness, layers in the order of their first
+    gradient.
 
-    So where the backward finishes layers in turns, this is not the order of readiness; the bucket
-    is ready with the last of its gradients, wherever that stands. By number: in order of readiness.
+    If the backward interleaves layers, this is not the order of readiness. The bucket is ready with the last
+    of its gradients, wherever that is in the list. By number: in order of readiness.
     """
     numel: int
+    """Number of elements."""
     dtype: str
+    """Type of the elements."""
     sparse: bool = False
+    """Whether the bucket is one sparse gradient."""
     touched: int = 0
-    """Of a sparse gradient: numbers that a step touches, where that is known; 0: as good as all."""
+    """Number of elements of a sparse gradient that a step touches, if known; 0: treated as all."""
 
     @property
     def nbytes(self) -> int:
@@ -45,20 +49,24 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """T(S) = alpha + S / B of one all-reduce over all trainers."""
+    """Time of one all-reduce over all trainers: T(S) = alpha + S / B."""
 
     latency_ns: float
+    """Latency in ns, alpha."""
     ns_per_byte: float
+    """Nanoseconds per byte, 1 / B."""
     lines: tuple[tuple[float, float], ...] = ()
-    """Of several chains of messages, a latency and ns a byte each: T(S) is the longest one's. Empty: only that above is known."""
+    """Latency in ns and ns per byte of several chains of messages; T(S) is the longest. Empty if only the two
+    values above are known."""
     slowest: float = 1.0
-    """How many times as long as in the layer table the compute of the slowest trainer takes, so that gradients are ready later."""
+    """Factor on the compute of the slowest trainer, compared with the layer table; it delays its
+    gradients."""
 
 
 def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None = None) -> tuple[Bucket, ...]:
-    """Buckets in order of readiness, every gradient in exactly one.
+    """Return buckets in order of readiness, with every gradient in exactly one.
 
-    Raises ``ConfigError`` where a rule that plans by cost does not know what an all-reduce costs.
+    Raises ``ConfigError`` if a rule that plans by cost does not know the cost of an all-reduce.
     """
     dense = [gradient for gradient in gradients if not gradient.sparse]
     if not strategy.fuse_all_reduce_ops:
@@ -88,7 +96,10 @@ def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cos
 
 
 def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None) -> list[list[Gradient]]:
-    """MG-WFBP or the best partition, over all gradients in order of readiness; a group of several types splits by type."""
+    """Group by MG-WFBP or the best partition, in order of readiness.
+
+    A group of several types is split by type.
+    """
     if cost is None:
         raise ConfigError(
             "needs the cost of an all-reduce", "strategy.fusion", repr(strategy.fusion), "declare cluster.inter, or take a profile first"
@@ -106,7 +117,7 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
 
 
 _best_partition = functools.lru_cache(maxsize=64)(best_partition)
-"""Strategies that differ in their communicators alone ask the same."""
+"""Cached, because strategies that differ only in their communicators have the same partition."""
 
 
 def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
@@ -125,7 +136,7 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
 
 
 def _as_ddp(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
-    """DistributedDataParallel's buckets from its second step on: one of each type is open, and closes as it comes to its cap.
+    """Return DDP's buckets from its second step on: one bucket per type fills up to its cap.
 
     Source: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
     """
@@ -144,7 +155,7 @@ def _as_ddp(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> lis
 
 
 def _grouped(gradients: Iterable[Gradient], name: Literal["layer", "dtype"]) -> list[list[Gradient]]:
-    """Gradients of one owning module, or of one type, together, where the first of them stands."""
+    """Group gradients by owning module or type, in the order of first appearance."""
     groups: dict[str, list[Gradient]] = {}
     for gradient in gradients:
         groups.setdefault(getattr(gradient, name), []).append(gradient)
@@ -152,7 +163,7 @@ def _grouped(gradients: Iterable[Gradient], name: Literal["layer", "dtype"]) -> 
 
 
 def _by_number(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
-    """Fleet's other pass: so many gradients a bucket and type, then a small bucket of the last ones."""
+    """Apply Fleet's other pass: a fixed number of gradients per bucket and type, then a small last bucket."""
     last: list[Gradient] = []
     size = 0
     first = list(gradients)

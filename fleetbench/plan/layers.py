@@ -1,4 +1,7 @@
-"""LayerTable: what a plan and a simulator must know of a model, measured or declared; and what a trainer's host does before a forward."""
+"""LayerTable: what a plan and a simulator need to know about a model, measured or declared.
+
+``StepHead`` is the host's work before a forward.
+"""
 
 import dataclasses
 import math
@@ -22,21 +25,24 @@ class Gradient(Config):
     """One parameter's gradient."""
 
     name: str
-    """The parameter's name; its owning layer is what stands before the last dot."""
+    """Name of the parameter; its owning layer is the part before the last dot."""
     numel: int
+    """Number of elements."""
     dtype: str = "float32"
+    """Type of the elements."""
     sparse: bool = False
+    """Whether the gradient is sparse."""
     touched: int = 0
-    """Of a sparse gradient: numbers that a step touches, where that is known; 0: as good as all."""
+    """Number of elements of a sparse gradient that a step touches, if known; 0: treated as all."""
     ready: Nanoseconds
-    """From the start of the backward until the gradient is final, at X = 0 and without communication."""
+    """Time from the start of the backward until the gradient is final, at X = 0 and without communication."""
 
     def _validate(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError("is not a gradient's type", f"dtype of {self.name}", repr(self.dtype), f"one of {', '.join(DTYPE_BYTES)}")
         if self.numel < 0 or self.ready < 0:
             raise ConfigError(
-                "cannot be negative", self.name, f"numel {self.numel}, ready {self.ready} ns", "take the profile again, or mend its file"
+                "cannot be negative", self.name, f"numel {self.numel}, ready {self.ready} ns", "take the profile again, or correct its file"
             )
 
     @property
@@ -55,54 +61,66 @@ class Layer(Config):
     """One layer in forward order."""
 
     name: str
+    """Name of the layer."""
     gradients: tuple[Gradient, ...] = ()
+    """Gradients of the layer's parameters."""
     forward: Nanoseconds
+    """Time of the forward."""
     backward: Nanoseconds
+    """Time of the backward."""
     activation_bytes: Bytes = Bytes(0)
+    """Bytes that the forward saves for the backward."""
     forward_mad: Nanoseconds = Nanoseconds(0)
-    """Median absolute deviation over steps and ranks, where the time was measured."""
+    """Median absolute deviation of the forward over steps and ranks, if measured."""
     backward_mad: Nanoseconds = Nanoseconds(0)
+    """Median absolute deviation of the backward over steps and ranks, if measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable(Config):
-    """A model's layers in forward order, and what a step costs besides them."""
+    """A model's layers in forward order, and the costs of a step besides them."""
 
     key: str
-    """Names all that changes compute; see ``fleetbench.profile.compute_key``."""
+    """Key over everything that changes compute; see ``fleetbench.profile.compute_key``."""
     layers: tuple[Layer, ...]
+    """Layers in forward order."""
     update: Nanoseconds = Nanoseconds(0)
-    """One optimizer step over all parameters."""
+    """Time of one optimizer step over all parameters."""
     local_update: Nanoseconds | None = None
-    """The same under Local SGD, where parameters lie otherwise; none: as ``update``."""
+    """Time of one optimizer step under Local SGD, which lays out parameters differently; none: ``update``."""
     local_compute: float = 1.0
-    """Forward and backward of local steps that follow one another, as a share of a synchronous step's, before which a core has waited."""
+    """Forward and backward of consecutive local steps, as a share of a synchronous step's, which follows an
+    idle wait."""
     resume: Nanoseconds = Nanoseconds(0)
-    """What the first steps after an averaging take beyond that, together."""
+    """Extra time of the first steps after an averaging, in total."""
     read: Nanoseconds = Nanoseconds(0)
-    """The loop's own work at the start of a step: fetching one batch, reading the loss back."""
+    """Time of the loop's own work at the start of a step: fetching one batch, reading the loss back."""
     load: Nanoseconds = Nanoseconds(0)
-    """Making one batch, where that is told apart from ``read``; see ``StepHead``."""
+    """Time to make one batch, if measured separately from ``read``; see ``StepHead``."""
     loaders: int = 0
-    """Processes of a trainer that make batches beside its compute; without any the loop makes them itself."""
+    """Number of processes per trainer that make batches in parallel with compute; 0: the loop makes them
+    itself."""
     prefetch: int = 2
-    """Batches that one of them may be ahead."""
+    """Number of batches that each of these processes may be ahead."""
     fetch: Nanoseconds = Nanoseconds(0)
-    """Reading results back from the device, every ``fetch_every_n_steps`` steps, where that is told apart from ``read``."""
+    """Time to read results back from the device, every ``fetch_every_n_steps`` steps, if measured separately
+    from ``read``."""
     buffers_nbytes: Bytes = Bytes(0)
-    """Batch-norm statistics and such, all together."""
+    """Bytes of all buffers, such as batch-norm statistics."""
     averaged_nbytes: Bytes | None = None
-    """That an average of the buffers carries, as in ``Setting``; None in older profiles, and where layers are declared: all."""
+    """Bytes that an average of the buffers carries, as in ``Setting``; none in older profiles and for
+    declared layers: all."""
     merge: Nanoseconds = Nanoseconds(0)
-    """Building the parameters' deltas and applying their average, at a Local SGD synchronisation."""
+    """Time to compute the parameters' deltas and apply their average, at a Local SGD synchronisation."""
     host_per_collective: Nanoseconds = Nanoseconds(0)
-    """Host time that starting one collective takes from compute."""
+    """Host time per collective to start it, taken from compute."""
     pack: Nanoseconds = Nanoseconds(0)
-    """Copying all gradients into their buckets; a bucket takes its share of the bytes, between its gradients' readiness and its start."""
+    """Time to copy all gradients into their buckets. A bucket takes its share by bytes, between the readiness
+    of its gradients and its start."""
     contention: float = 0.0
-    """By which factor compute slows while a collective is in flight: it takes 1 + contention times as long."""
+    """Slowdown of compute while a collective is in flight: it takes 1 + contention times as long."""
     collective_contention: float = 0.0
-    """By which factor a collective slows while one of its ranks computes: on a CPU both need the same cores."""
+    """Slowdown of a collective while one of its ranks computes, because on a CPU both need the same cores."""
 
     def _validate(self) -> None:
         if not 0.0 < self.local_compute < math.inf:
@@ -110,22 +128,22 @@ class LayerTable(Config):
 
     @property
     def forward_ns(self) -> int:
-        """The whole forward."""
+        """Nanoseconds of the whole forward."""
         return sum(layer.forward for layer in self.layers)
 
     @property
     def backward_ns(self) -> int:
-        """The whole backward."""
+        """Nanoseconds of the whole backward."""
         return sum(layer.backward for layer in self.layers)
 
     def by_readiness(self) -> tuple[Gradient, ...]:
-        """All gradients, first ready first; ties keep the reverse of the forward order."""
+        """Return all gradients in order of readiness; ties keep the reverse of the forward order."""
         backward = [gradient for layer in reversed(self.layers) for gradient in reversed(layer.gradients)]
         return tuple(sorted(backward, key=lambda gradient: gradient.ready))
 
 
 def declared_table(workload: Workload) -> LayerTable:
-    """The table that ``workload.layers`` declares; a repeated layer gets its index after its name.
+    """Return the table that ``workload.layers`` declares; the names of repeated layers end with an index.
 
     A layer's gradients are ready when the layer's backward ends.
     """
@@ -148,12 +166,12 @@ def declared_table(workload: Workload) -> LayerTable:
 
 
 def times(moment_ns: int, factor: float) -> Nanoseconds:
-    """A moment so many times as late, rounded once, halves up."""
+    """Return ``factor`` times a time in ns, rounded once, half up."""
     return Nanoseconds(math.floor(moment_ns * Fraction(repr(float(factor))) + Fraction(1, 2)))
 
 
 def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
-    """The table with every forward and every backward so many times as long, to the nanosecond of their sums."""
+    """Return the table with forwards and backwards multiplied by factors, with exact sums."""
 
     def durations(undisturbed: Iterable[int], factor: float) -> list[Nanoseconds]:
         return [Nanoseconds(times(end, factor) - times(begin, factor)) for begin, end in pairwise((0, *accumulate(undisturbed)))]
@@ -175,25 +193,31 @@ def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
 
 
 class StepHead:
-    """Reads results back now and then, takes a batch, and does what else the loop does; the same in every executor.
+    """Start of a step: read results back if due, take a batch, do the loop's other work.
 
-    The i-th step of a trainer, i = 0 for the first, starts at S_i. Results of steps before it are read back
-    every n-th step: F_i = S_i + ``fetch`` where i > 0 and i is a multiple of ``fetch_every`` n, else S_i. Then
-    the batch is taken at T_i, and the forward begins at T_i + ``read``. Results that are due after the last step are
-    read at its end.
+    Equal in every executor.
 
-    ``loaders`` w processes make batches beside compute, in turn, each in ``load``; ``prefetch`` q a loader may be
-    asked for and not taken, d = w q in all, and another is asked for whenever one is taken (torch's
-    ``DataLoader``, ``torch/utils/data/dataloader.py``, ``_try_put_index``). Batch i is ready at
-    P_i = max(P_{i - w}, T_{i - d}) + ``load``, with the start of training where the index is negative, and
-    T_i = max(F_i, P_i). So a trainer whose step is longer than ``load`` / w waits for no batch, and one whose
-    step is shorter takes a step each ``load`` / w. Without loaders the loop makes it itself: T_i = F_i + ``load``.
+    The i-th step of a trainer, i = 0 for the first, starts at S_i. Results of earlier steps are read back
+    every n-th step: F_i = S_i + ``fetch`` if i > 0 and i is a multiple of ``fetch_every`` n, else S_i. Then
+    the batch is taken at T_i, and the forward begins at T_i + ``read``. Results that are due after the last
+    step are read at its end.
 
-    Times are integer nanoseconds of one clock; ``forward_begins`` is called once a step, in order.
+    ``loaders`` w processes make batches in parallel with compute, in turn, each in ``load``. Each loader may
+    be ``prefetch`` q batches ahead, d = w q in all, and another batch is requested whenever one is taken
+    (torch's ``DataLoader``, ``torch/utils/data/dataloader.py``, ``_try_put_index``). Batch i is ready at P_i
+    = max(P_{i - w}, T_{i - d}) + ``load``, with the start of training for negative indices, and T_i =
+    max(F_i, P_i). So a trainer whose step is longer than ``load`` / w never waits for a batch, and one whose
+    step is shorter takes one step every ``load`` / w. Without loaders the loop makes the batch itself: T_i =
+    F_i + ``load``.
+
+    Times are integer nanoseconds of one clock; ``forward_begins`` is called once per step, in order.
     """
 
     def __init__(self, table: LayerTable, fetch_every: int, begin_ns: int, latest: Callable[[Any, Any], Any] = max) -> None:
-        """``begin_ns`` is when loaders start; ``latest`` of two times: with ``numpy.maximum``, times are arrays of ranks."""
+        """``begin_ns`` is when loaders start.
+
+        ``latest`` is the maximum; with ``numpy.maximum``, times are arrays of ranks.
+        """
         self._table = table
         self._latest = latest
         self._fetch_every = fetch_every
@@ -203,11 +227,11 @@ class StepHead:
         self._taken = deque([begin_ns] * outstanding, maxlen=outstanding)
 
     def read_ns(self) -> int:
-        """Reading back results after the steps so far, where that is due."""
+        """Return the time to read back results after the steps so far, if that is due."""
         return self._table.fetch if self._num_steps > 0 and self._num_steps % self._fetch_every == 0 else 0
 
     def forward_begins(self, start_ns: int) -> int:
-        """When the forward of the step that starts at ``start_ns`` begins."""
+        """Return when the forward of the step that starts at ``start_ns`` begins."""
         asked_ns = start_ns + self.read_ns()
         self._num_steps += 1
         if not self._table.loaders:

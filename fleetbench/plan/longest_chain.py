@@ -1,9 +1,10 @@
-"""Paths: how long a collective's longest chain of messages takes, exactly, for every size.
+"""Longest chain: the exact time of a collective's longest chain of messages, for every size.
 
-Around a ring, a message leaves its sender's port after its bytes' time and arrives a latency later; the sender's next
-message starts when the port is free, and the one that passes the data on when it has arrived. In rounds of exchanges
-and on trees, both ends go on when a message has arrived. A collective ends with its longest chain of messages. Each
-chain takes ``latency_ns + nbytes * ns_per_byte``, so the longest, over all sizes, is the upper envelope of a few lines.
+Around a ring, a message leaves its sender's port once its bytes are sent and arrives a latency later. The
+sender's next message starts when the port is free, and the message that forwards the data starts when it has
+arrived. In rounds of exchanges and on trees, both ends continue when a message has arrived. A collective ends
+with its longest chain of messages. Each chain takes ``latency_ns + nbytes * ns_per_byte``, so the longest,
+over all sizes, is the upper envelope of a few lines.
 """
 
 import math
@@ -16,24 +17,24 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How one chain of messages goes: a latency, and nanoseconds for each byte of the collective."""
+    """Time of one chain of messages: a latency, and nanoseconds per byte of the collective."""
 
     latency_ns: int
     ns_per_byte: Fraction
 
     def at(self, latency: int, nbytes: int) -> Fraction:
-        """The chain's time, its latency and its bytes weighted; with 1 and a size, nanoseconds."""
+        """Return the chain's time with weights for latency and bytes; with 1 and a size, nanoseconds."""
         return latency * self.latency_ns + nbytes * self.ns_per_byte
 
 
 Longest = Callable[[int, int], Pace]
-"""The longest chain where a latency counts so many times and each chain carries so many bytes."""
+"""Function that returns the longest chain for these weights of latency and bytes."""
 Message = tuple[int, int, Pace]
-"""Sender, receiver, and how it goes."""
+"""Sender, receiver, and pace."""
 
 
 def envelope(longest: Longest) -> tuple[Pace, ...]:
-    """The chains of which one is the longest at every size: those at no bytes and at most bytes, and what exceeds both between."""
+    """Return the chains that are longest at some size, from no bytes to very many."""
     return tuple(dict.fromkeys(_between(longest, longest(1, 0), longest(0, 1))))
 
 
@@ -50,24 +51,25 @@ def _between(longest: Longest, small: Pace, large: Pace) -> list[Pace]:
 
 
 def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
-    """Chains of ``num_messages`` messages around a ring, where every rank passes on at each step what it received at the step before.
+    """Return the chains of ``num_messages`` messages around a ring, where every rank forwards data.
 
-    A message is followed by the next one on the same hop, which waits for the port, or by the one that carries its
-    data over the next hop, which waits for the arrival. So a chain is a window of consecutive hops, which a chunk
-    passes in turn, and all remaining messages are of the hop in the window whose port takes longest: latencies of a
-    window add up, and hops that are faster than the slowest take off what their ports save.
+    A message is followed by the next one on the same hop, which waits for the port, or by the one that
+    carries its data over the next hop, which waits for the arrival. So a chain is a window of consecutive
+    hops that a chunk passes in turn, and all remaining messages are on the hop in the window whose port takes
+    longest: latencies of a window add up, and hops that are faster than the slowest one subtract what their
+    ports save.
     """
     unit = math.lcm(*(hop.ns_per_byte.denominator for hop in hops))
     around = [hop for _ in range(3) for hop in hops]
     slopes = [int(hop.ns_per_byte * unit) for hop in around]
-    latencies_ns = 2 * sum(hop.latency_ns for hop in hops)  # of any window, at most
+    latencies_ns = 2 * sum(hop.latency_ns for hop in hops)  # upper bound for any window
 
     def longest(latency: int, nbytes: int) -> Pace:
         best = Pace(0, Fraction(0))
         for level in sorted(set(slopes), reverse=True):
             remaining = Fraction(level, unit)
             if best.at(latency, nbytes) > latency * latencies_ns + nbytes * num_messages * remaining:
-                break  # no chain of this hop or of faster ones is longer: windows with a slower hop were looked at before
+                break  # no chain of this hop or of faster ones is longer, because windows with a slower hop were examined before
             gains = [latency * unit * hop.latency_ns + nbytes * (slope - level) for hop, slope in zip(around, slopes, strict=True)]
             begin, end = _best_window(gains, [slope == level for slope in slopes], num_messages)
             window_ns = Fraction(sum(slopes[begin:end]), unit)
@@ -79,11 +81,11 @@ def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
 
 
 def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -> tuple[int, int]:
-    """Where the window with the largest sum of ``gains`` begins and ends, at most so long and with a hop of the level in it."""
+    """Return start and end of the window of limited length, with a level hop, and the largest ``gains``."""
     until = [0, *accumulate(gains)]
     best, chosen = None, (0, 0)
     starts: deque[int] = deque()
-    """Of windows that may begin here, those with less before them than all later ones."""
+    """Starts of windows that may begin here: those with smaller sums before them than all later ones."""
     entered = 0
     for end, has_level in enumerate(is_level):
         if has_level:  # a window that ends here or later may begin anywhere up to here
@@ -100,7 +102,7 @@ def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -
 
 
 def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
-    """Chains through rounds of messages, in which both ends of a message go on when it has arrived."""
+    """Return the chains through rounds of messages whose ends both continue when it has arrived."""
     paces = list(dict.fromkeys(pace for messages in rounds for _, _, pace in messages))
     unit = math.lcm(*(pace.ns_per_byte.denominator for pace in paces))
     slopes = [int(pace.ns_per_byte * unit) for pace in paces]
@@ -127,7 +129,7 @@ def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
 
 
 def is_chain(rounds: Sequence[Sequence[Message]]) -> bool:
-    """Whether some chain has a message of every round, so that none has more."""
+    """Whether some chain has a message in every round, so that none has more."""
     reached = {sender for sender, _, _ in rounds[0]} if rounds else {0}
     for messages in rounds:
         reached = {end for *ends, _ in messages if not reached.isdisjoint(ends) for end in ends}

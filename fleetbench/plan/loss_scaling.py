@@ -1,7 +1,7 @@
-"""Fleet's dynamic loss scaling: the scale as a value, and what a step's overflow makes of it.
+"""Fleet's dynamic loss scaling: the scale as a value, and how overflows change it.
 
-Paddle's ``update_loss_scaling`` operator. Every trainer must decide from the same ``found_inf``,
-the maximum over all trainers, or their scales part.
+Paddle's ``update_loss_scaling`` operator. Every trainer must decide from the same ``found_inf``, the maximum
+over all trainers, or their scales would diverge.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from fleetbench.strategy import AmpConfigs
 
 LARGEST_FLOAT32 = 2.0**128 - 2.0**104
-"""The scale multiplies a loss in FP32, so beyond this it is not finite."""
+"""Largest scale. It multiplies a loss in FP32, so anything larger is not finite."""
 SMALLEST_SCALE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The loss scale and how many updates in a row were good, or overflowed, since it last moved."""
+    """Loss scale, and how many updates in a row were good, or overflowed, since it last changed."""
 
     value: float
     good_steps: int = 0
@@ -30,13 +30,13 @@ class LossScaler:
     configs: AmpConfigs
 
     def start(self) -> Scale:
-        """The scale of the first update."""
+        """Return the scale of the first update."""
         return Scale(self.configs.init_loss_scaling)
 
     def after(self, scale: Scale, found_inf: bool) -> Scale:
-        """The scale after an update in which some trainer's gradients overflowed, or none did.
+        """Return the scale after an update in which some trainer's gradients overflowed, or none did.
 
-        Without ``use_dynamic_loss_scaling`` it never moves; an overflow skips the update all the same.
+        Without ``use_dynamic_loss_scaling`` it never changes; an overflow still skips the update.
         """
         configs = self.configs
         if not configs.use_dynamic_loss_scaling:

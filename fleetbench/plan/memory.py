@@ -1,4 +1,4 @@
-"""Memory: what one trainer keeps under a strategy, from what a trainer with the whole model keeps."""
+"""Memory: what one trainer keeps under a strategy, computed from a trainer with the whole model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,13 +10,14 @@ from fleetbench.plan.sharding import gathered_bytes
 
 
 def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, int]:
-    """Bytes by what they hold, of the trainer that has the most; together they are its peak.
+    """Return bytes by content, for the trainer that uses most; the sum is its peak.
 
-    ``other`` is what the measured peak has beside the parts. A trainer of a shard group of D has a D-th of the optimizer's state and of the
-    parameters, and of the gradients, but for sums of stage 1 over several steps. ``gathered``, beside its shard, are all parameters; in
-    stage 3 with resharding those of two blocks, the one that computes and the one on its way, and of what is never freed. The gradients of
-    two blocks are whole, the one under way and the one before it, until they are scattered. So ``torch.distributed.fsdp.fully_shard``
-    frees them. Local steps keep copies of the parameters.
+    ``other`` is the part of the measured peak that no content explains. A trainer of a shard group of D has a
+    D-th of the optimizer's state and of the parameters, and of the gradients, except for sums of stage 1 over
+    several steps. ``gathered``, in addition to its shard, are all parameters; in stage 3 with resharding only
+    those of two blocks, the computing one and the next one, and those that are never freed. The gradients of
+    two blocks, the current one and the one before it, are whole until they are scattered. This is how
+    ``torch.distributed.fsdp.fully_shard`` frees them. Local steps keep copies of the parameters.
     """
     parts = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer state": memory.optimizer_state}
     found: dict[str, int] = {**parts}
@@ -25,7 +26,7 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
         dtypes = [plan.buckets[block.bucket].dtype for block in plan.blocks]
         parts_of_own = [gathered_bytes(sharding, dtype) / DTYPE_BYTES[dtype] for dtype in dtypes]
         own = [block.nbytes / part for block, part in zip(plan.blocks, parts_of_own, strict=True)]
-        # Frozen parameters have no gradients, and are gathered.
+        # frozen parameters have no gradients, but are gathered
         whole = [round(nbytes * memory.parameters / max(sum(own), 1)) for nbytes in own]
         gathered = [round(size * part) for size, part in zip(whole, parts_of_own, strict=True)]
         freed = [size for size, block in zip(gathered, plan.blocks, strict=True) if block.regathers]
@@ -33,7 +34,7 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
         found["optimizer state"], found["parameters"] = (-(-size // degree) for size in (memory.optimizer_state, memory.parameters))
         if sharding.stage > 1 or not what.merges:
             found["gradients"] = -(-memory.gradients // degree) + _largest(whole, 2) * memory.gradients // max(memory.parameters, 1)
-        spread = sharding.reshard_after_forward if "reshard" in plan.parts else 0  # over so many the freed ones stay
+        spread = sharding.reshard_after_forward if "reshard" in plan.parts else 0  # number of ranks over which freed parameters stay spread
         found["gathered"] = sum(stays) + _largest(freed, 2)
         if spread:
             found["gathered"] += (sum(freed) - _largest(freed, 2)) // spread
@@ -43,7 +44,7 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
 
 
 def _rest(memory: Memory, parts: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that sharding does not divide: activations, and what the peak has beside the parts."""
+    """Return bytes that sharding does not divide: activations, and the unexplained rest of the peak."""
     other = memory.peak - sum(parts.values()) - memory.activations
     return {"activations": memory.activations, **({"other": other} if other > 0 else {})}
 

@@ -1,25 +1,25 @@
-"""MG-WFBP's rule of which gradients travel together, and the exact partition.
+"""MG-WFBP's rule of which gradients are sent together, and the exact partition.
 
-Transfers go one at a time, in order, each from when its last gradient is ready. For MG-WFBP one of S bytes takes
-``latency_ns + S ns_per_byte``, for the exact partition the longest of several such lines.
+Transfers run one at a time, in order, each from when its last gradient is ready. For MG-WFBP, S bytes take
+``latency_ns + S ns_per_byte``; for the exact partition, the longest of several such lines.
 """
 
 from collections.abc import Sequence
 
 
 def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_per_byte: float) -> list[list[int]]:
-    """Indices of the gradients of each transfer, from gradients in order of readiness, by the rule of MG-WFBP.
+    """Return the indices of each transfer's gradients by the rule of MG-WFBP, in order of readiness.
 
     Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms" (arXiv
-    1811.11141), algorithm 1: walking from the gradient that is ready first, the transfer at hand takes in
-    its neighbour where that is ready before the start of the transfer plus the latency. Waiting
-    for it then costs less than a second latency, so the last transfer never ends later than with
-    one transfer a gradient. The paper calls the rule optimal, and for two gradients it is. From
-    three on it may not be, because it never takes a merge back: with a latency of 10 and 1 a byte,
-    ready at 0, 8, 16 with 1, 1 and 20 bytes, it merges all and ends at 48, where sending the first
-    alone ends at 47. Walking from the last gradient is not exact, either. Up to ten gradients it
-    comes within 2 % of the best partition on average (tests/plan/test_mg_wfbp.py); where no
-    pause between many gradients exceeds the latency it merges them all. ``best_partition`` is exact.
+    1811.11141), algorithm 1: starting with the gradient that is ready first, the current transfer takes in
+    its neighbour if that is ready before the start of the transfer plus the latency. Waiting for it then
+    costs less than a second latency, so the last transfer never ends later than with one transfer per
+    gradient. The paper calls the rule optimal, and for two gradients it is. From three on it may not be,
+    because it never undoes a merge: with a latency of 10 and 1 per byte, ready at 0, 8, 16 with 1, 1 and 20
+    bytes, it merges all and ends at 48, while sending the first alone ends at 47. Starting with the last
+    gradient is not exact, either. Up to ten gradients it is within 2 % of the best partition on average
+    (tests/plan/test_mg_wfbp.py); if no pause between many gradients exceeds the latency, it merges them all.
+    ``best_partition`` is exact.
     """
     groups: list[list[int]] = []
     group: list[int] = []
@@ -37,17 +37,18 @@ def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_
 def best_partition(
     ready_ns: Sequence[float], nbytes: Sequence[int], dtypes: Sequence[str], lines: Sequence[tuple[float, float]]
 ) -> list[list[int]]:
-    """Indices of the gradients of each group, from gradients in order of readiness: no other partition into runs ends earlier.
+    """Return the indices of each group's gradients, such that no other partition into runs ends earlier.
 
-    ``lines``: latencies in ns, and ns a byte; a transfer takes what the longest of them says. A group is a transfer a dtype.
-    Dynamic programming in O(n^2): the end of a group only grows with that of the group before it, so the best
-    partition of the first gradients is part of a best one of more. For one dtype and one line groups that are no runs
-    end no earlier either: the runs with the same last gradients leave no transfer more bytes to wait for.
+    Gradients are in order of readiness. ``lines``: latencies in ns, and ns per byte; a transfer takes as long
+    as the longest of them. A group is one transfer per dtype. Dynamic programming in O(n^2): the end of a
+    group only grows with that of the group before it, so the best partition of the first gradients is part of
+    a best one of more. For one dtype and one line, groups that are not runs do not end earlier, either: the
+    runs with the same last gradients leave no transfer more bytes to wait for.
     """
     ends = [0.0]
-    """Of the best partition of the first so many gradients."""
+    """End of the best partition of the first gradients, by their number."""
     cuts: list[int] = []
-    """Where its last group begins."""
+    """Start of its last group."""
     for last in range(len(ready_ns)):
         parts: dict[str, tuple[float, int]] = {}  # when a type's last gradient is ready, and bytes, from the last type to the first
         best, cut = float("inf"), last
@@ -60,7 +61,7 @@ def best_partition(
             if end <= best:
                 best, cut = end, first
             if ends[first] <= ready_ns[first]:
-                break  # the wire is free before this gradient is ready: taking in those before it only adds bytes
+                break  # the wire is free before this gradient is ready: adding earlier ones only adds bytes
         ends.append(best)
         cuts.append(cut)
     groups: list[list[int]] = []

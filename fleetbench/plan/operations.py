@@ -1,4 +1,4 @@
-"""Operations: what an executor is told to start."""
+"""Operations: what an executor has to start."""
 
 from __future__ import annotations
 
@@ -18,52 +18,55 @@ COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "a
 class Operation:
     """One operation of one rank. It starts when every operation in ``after`` has ended.
 
-    Between ranks (``COLLECTIVES``): the ranks of ``group`` start it on ``communicator`` in one
-    order, and as many are under way there as it carries (``fleetbench.plan.groups``); a rank that is
-    in none of the group's parts takes it as done. Of a rank:
+    Operations between ranks (``COLLECTIVES``): the ranks of ``group`` start them on ``communicator`` in one
+    order, and as many run there at once as it carries (``fleetbench.plan.groups``); a rank in none of the
+    group's parts treats them as done. Operations of one rank:
 
-    - ``gate`` holds its compute until what it comes after has ended;
-    - ``update`` applies the optimizer, to one bucket where it names one; ``skip`` leaves it out;
-    - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum
-      over ``divisor`` the gradient;
-    - ``difference`` takes the delta of a trainer that trains alone;
-    - ``outer`` makes the averaged delta the step of the outer optimizer (``fleetbench.plan.outer``);
-    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of them stays;
+    - ``gate`` holds its compute until the operations in ``after`` have ended;
+    - ``update`` applies the optimizer, to one bucket if it names one; ``skip`` leaves it out;
+    - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum over
+      ``divisor`` the gradient;
+    - ``difference`` computes the delta of a trainer that trains alone;
+    - ``outer`` turns the averaged delta into the step of the outer optimizer (``fleetbench.plan.outer``);
+    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of
+      them stays;
     - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;
-    - ``hold`` keeps batch-norm statistics where they are in this micro-batch.
+    - ``hold`` keeps batch-norm statistics unchanged in this micro-batch.
 
-    Those of parameter servers, and what they mean there, are in ``fleetbench.plan.servers.training``.
+    Operations of parameter servers are described in ``fleetbench.plan.servers.training``.
     """
 
     id: int
-    """Unique in a rank's run, and the same on every rank of a trainers' group."""
+    """Id of the operation: unique in a rank's run, and equal on every rank of a trainers' group."""
     kind: Collective | Local
     payload: Payload | None = None
-    """What it carries or changes; ``delta`` is the parameters minus the last snapshot, ``unused`` one flag a parameter.
+    """Content that it carries or changes. ``delta`` is the parameters minus the last snapshot; ``unused`` has
+    one flag per parameter.
 
-    ``agreement`` is where each trainer is in its training, and its learning rate; ``loss`` these with its loss.
+    ``agreement`` is each trainer's progress and learning rate; ``loss`` adds its loss.
     """
     bucket: int | None = None
     nbytes: int = 0
-    """Of the whole bucket, also where a rank holds a part of it."""
+    """Bytes of the whole bucket, even if a rank holds only a part of it."""
     wire_dtype: str | None = None
     group: str = "world"
     communicator: int = 0
     divisor: int = 1
     fragment: int | None = None
-    """``difference``, ``outer`` and ``merge``: the part of the model that they change; none: all of it."""
+    """Fragment of the model that ``difference``, ``outer`` and ``merge`` change; none: the whole model."""
     after: tuple[int, ...] = ()
     message: str | None = None
-    """``send``: kind of the ``Message`` that the receiver is told."""
+    """Kind of the ``Message`` that the receiver of a ``send`` gets."""
     rank: int | None = None
-    """The one of the group that it concerns; none: all."""
+    """Rank of the group that it concerns; none: all."""
     count: int = 0
-    """Gradients that it is about."""
+    """Number of gradients that it is about."""
     delay_ns: int = 0
-    """``set_timer``: until ``TimerFired``. A role has one timer; setting it again restarts it."""
+    """Nanoseconds of ``set_timer`` until ``TimerFired``. A role has one timer; setting it again restarts
+    it."""
 
     def shifted(self, base: int) -> Operation:
-        """The same operation ``base`` ids further on."""
+        """Return the same operation with its ids shifted by ``base``."""
         return dataclasses.replace(self, id=self.id + base, after=tuple([other + base for other in self.after]))
 
 
@@ -71,18 +74,18 @@ Operations = tuple[Operation, ...]
 
 
 def tupled(data: Any) -> Any:
-    """JSON's data with tuples for its lists."""
+    """Return JSON data with tuples instead of lists."""
     if isinstance(data, dict):
         return {key: tupled(value) for key, value in data.items()}
     return tuple(map(tupled, data)) if isinstance(data, list) else data
 
 
 def wire_bytes(operation: Operation, ranks: int) -> int:
-    """Bytes one rank sends, in the mean over ``ranks``, for a collective of S bytes in a ring.
+    """Return the bytes that one rank sends, as a mean over ``ranks``, for a collective of S bytes in a ring.
 
-    An all-reduce sends 2((P-1)/P)S. A reduce and a broadcast pass S on P - 1 times, and a
-    reduce-scatter and an all-gather are the halves of an all-reduce: ((P-1)/P)S each. Gathered
-    rows (``rows``) of S bytes a rank reach the P - 1 others: (P-1)S.
+    An all-reduce sends 2((P-1)/P)S. A reduce and a broadcast forward S P - 1 times, and a reduce-scatter and
+    an all-gather are the halves of an all-reduce: ((P-1)/P)S each. Gathered rows (``rows``) of S bytes per
+    rank go to the P - 1 others: (P-1)S.
     """
     if operation.kind not in COLLECTIVES or ranks == 1:
         return 0

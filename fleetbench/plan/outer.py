@@ -1,12 +1,13 @@
-"""Outer optimizer and fragments: what a round of local steps ends with, and which part of the model takes which round.
+"""Outer optimizer and fragments: how a round of local steps ends, and for which part of the model.
 
-DiLoCo (arXiv 2311.08105) steps an outer optimizer on the mean difference Delta = Theta - theta of a round of H updates, with Theta
-and v equal on all trainers:
+DiLoCo (arXiv 2311.08105) steps an outer optimizer on the mean difference Delta = Theta - theta of a round of
+H updates, with Theta and v equal on all trainers:
 
     v = mu v + Delta;   Theta = Theta - eta (Delta + mu v)         # torch.optim.SGD(nesterov=True); without Nesterov eta v
 
-Streaming DiLoCo (arXiv 2501.18512) gives P parts of the model rounds of h = H / P updates in turn. After update h - tau of round r
-fragment r mod P sets out; after update h it is merged into theta as it is then, of which a share alpha stays.
+Streaming DiLoCo (arXiv 2501.18512) gives P fragments of the model rounds of h = H / P updates in turn. After
+update h - tau of round r, the exchange of fragment r mod P starts. After update h it is merged into the
+current theta, of which a share alpha stays.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Outer:
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Outer | None:
-        """None where trainers average: a rate of 1 without momentum."""
+        """Return the outer optimizer.
+
+        None if trainers average, that is, with a rate of 1 without momentum.
+        """
         configs = strategy.averaging
         if not strategy.is_local or not configs.has_outer:
             return None
@@ -38,21 +42,21 @@ class Outer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragments:
-    """The rounds of fragments. Updates before ``begin_step``, and those of a warm-up, end with an exchange of all of the model."""
+    """Rounds of fragments. Updates of a warm-up, and before ``begin_step``, exchange the whole model."""
 
     number: int
-    """P."""
+    """Number of fragments, P."""
     period: int
-    """Updates of a round, h."""
+    """Number of updates in a round, h."""
     overlap: int
-    """Updates beside an exchange, tau."""
+    """Number of updates that overlap an exchange, tau."""
     mixing: float
     """Share of a trainer's own values that a merge keeps, alpha."""
     begin_step: int
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Fragments | None:
-        """None where a round's end exchanges and merges all of the model."""
+        """Return the fragments; none if the end of a round exchanges and merges the whole model."""
         configs = strategy.localsgd_configs
         if not strategy.localsgd or not configs.has_fragments:
             return None
@@ -62,9 +66,10 @@ class Fragments:
 
 
 def runs_of_layers(gradients: Sequence[Gradient], number: int, order: Sequence[str]) -> list[list[Gradient]]:
-    """``gradients`` in ``number`` runs of whole layers, of which the largest has as few bytes as can be; each keeps their order.
+    """Split ``gradients`` into ``number`` runs of whole layers such that the largest is as small as possible.
 
-    ``order``: names of the gradients as the model has them; none: the reverse of ``gradients``. Raises ``ConfigError`` for too few layers.
+    Each run keeps their order. ``order``: names of the gradients in the model's order; none: the reverse of
+    ``gradients``. Raises ``ConfigError`` for too few layers.
     """
     layers = {gradient.name: gradient.layer for gradient in gradients}
     sizes = {layers[name]: 0 for name in order or list(layers)[::-1] if name in layers}
@@ -82,7 +87,7 @@ def runs_of_layers(gradients: Sequence[Gradient], number: int, order: Sequence[s
 
 
 def _runs(sizes: dict[str, int], most: int, number: int) -> dict[str, int]:
-    """The run of each layer, in runs of at most so many bytes, and at least ``number`` of them."""
+    """Return the run of each layer, in runs of at most ``most`` bytes, and at least ``number`` of them."""
     found: dict[str, int] = {}
     run = size = 0
     for place, (layer, nbytes) in enumerate(sizes.items()):

@@ -1,8 +1,8 @@
-"""Rounds: how many updates lie between two meetings of the trainers, over a whole training, and what stands for it in a few steps.
+"""Rounds: updates between synchronisations over a training run, and a short run that represents it.
 
-A step of a training is priced in a window that is much shorter than the training. Where all rounds are alike, a few whole ones are
-enough. Where they differ, a simulated step is the mean of those of every length, each by its share of the updates; and a leg of real
-steps has as many meetings per update as the whole training.
+A step is priced in a window that is much shorter than the training. If all rounds are alike, a few whole
+rounds are enough. If they differ, a simulated step is the mean over all lengths, weighted by their shares of
+the updates; and a leg of real steps has as many synchronisations per update as the whole training.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from fleetbench.plan.local_sgd import Cadence
 from fleetbench.strategy import DistributedStrategy
 
 EVERY_UPDATE = 1 << 40
-"""As ``begin_step``: trainers meet after every update, whatever K is."""
+"""Value of ``begin_step`` with which trainers synchronise after every update, whatever K is."""
 _LONGEST = 1000
-"""Updates of the round that stands for trainers who train alone at first."""
+"""Number of updates in the round that represents trainers who train alone at first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """All rounds have so many updates; 1 where trainers meet after each."""
+    """Rounds that all have the same number of updates; 1 if trainers synchronise after each."""
 
     k: int
 
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """Rounds that a schedule makes shorter or longer, known before the training."""
+    """Rounds of varying lengths, known before the training."""
 
     cadence: Cadence
 
     def shares(self, updates: int, epoch_updates: int | None) -> dict[int, float]:
-        """The share of a training's updates that lies in rounds of each length. Without ``epoch_updates`` the training is one epoch."""
+        """Return the share of a training's updates in rounds of each length.
+
+        Without ``epoch_updates`` the training is one epoch.
+        """
         cadence, counts = self.cadence, Counter[int]()
         assert cadence.k_steps is not None
         if cadence.schedule == "document":
@@ -50,7 +53,7 @@ class Varying:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The length of a round follows from what trainers observe in training."""
+    """Rounds whose length depends on what trainers observe in training."""
 
 
 Rounds = Constant | Varying | Observed
@@ -59,7 +62,7 @@ Levels = tuple[tuple[DistributedStrategy, float], ...]
 
 
 def rounds_of(cadence: Cadence | None) -> Rounds:
-    """The lengths of rounds as they are known before the training. Without a cadence trainers update together."""
+    """Return what is known about rounds before the training. Without a cadence trainers update together."""
     if cadence is None or cadence.begin_step >= EVERY_UPDATE:
         return Constant(1)
     if cadence.k_steps is None:
@@ -69,7 +72,10 @@ def rounds_of(cadence: Cadence | None) -> Rounds:
 
 
 def held(strategy: DistributedStrategy, k: int) -> DistributedStrategy:
-    """The strategy, which has local steps, with rounds of ``k`` updates throughout; its outer optimizer and wire stay."""
+    """Return the strategy, which has local steps, with constant rounds of ``k`` updates.
+
+    Its outer optimizer and wire type stay.
+    """
     configs = {"schedule": "fleet", "warmup_epochs": 0, "warmup": "exp", "begin_step": 1, "k_steps": k}
     if k == 1:
         configs |= {"begin_step": EVERY_UPDATE, "k_steps": max(2, strategy.local_steps)}
@@ -80,7 +86,10 @@ def held(strategy: DistributedStrategy, k: int) -> DistributedStrategy:
 
 
 def levels(strategy: DistributedStrategy, steps: int, steps_per_epoch: int | None = None) -> Levels:
-    """The kinds of rounds that a training of so many steps has; the strategy itself where all are alike, or their length is not known."""
+    """Return the kinds of rounds in a training of this many steps.
+
+    It is the strategy itself if all rounds are alike, or if their length is not known.
+    """
     if not strategy.is_local:
         return ((strategy, 1.0),)
     rounds, merged = rounds_of(Cadence.of(strategy)), strategy.gradient_merge_configs.k_steps
@@ -92,7 +101,10 @@ def levels(strategy: DistributedStrategy, steps: int, steps_per_epoch: int | Non
 
 
 def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
-    """Rounds of ``pace`` updates in the mean: those of the whole numbers around it, of which fragments take their multiples."""
+    """Return rounds of ``pace`` updates on average, from the two whole numbers around it.
+
+    With fragments, K is a multiple of their number.
+    """
     parts = strategy.localsgd_configs.fragments if strategy.localsgd else 1
     low = max(parts, math.floor(pace / parts) * parts)
     high = low + parts
@@ -101,9 +113,10 @@ def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
 
 
 def in_leg(found: Levels, updates: int) -> DistributedStrategy:
-    """The strategy of a leg of so many updates whose trainers meet as often as in ``found``: first after each update, then every K-th.
+    """Return the strategy of a leg of ``updates`` updates that synchronises as often as ``found``.
 
-    Within 1 % the largest K that there is, in whole rounds; with fragments or overlap K stays, beside which an exchange goes on.
+    They synchronise first after each update, then after every K-th. K is the largest in whole rounds that is
+    within 1 %. With fragments or overlap K is unchanged, because an exchange overlaps it.
     """
     if len(found) == 1:
         return found[0][0]

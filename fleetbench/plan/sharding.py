@@ -1,11 +1,12 @@
-"""Sharding: the blocks of a model, its shard groups and replicas, and what gathers and scatters a block (ZeRO, FSDP, HSDP).
+"""Sharding: blocks, shard groups and replicas, and how blocks are gathered and scattered (ZeRO, FSDP, HSDP).
 
-Of N trainers, D consecutive ones are a shard group, and those with one place in their groups are replicas of each other. A block's
-gradients are reduce-scattered within the shard group as its backward ends, and each shard is all-reduced over its replicas; a trainer
-updates its shard. Under Local SGD a shard group is a worker: it updates alone, and each shard is averaged over its replicas at the end
-of a round. A block's parameters are gathered within the shard group before its forward, and in stage 3 again before its
-backward, unless they were kept. While one block computes, the next one is gathered (``torch.distributed.fsdp.fully_shard`` with its
-prefetch of one block).
+Of N trainers, D consecutive ones are a shard group, and trainers at the same place in their groups are
+replicas of each other. A block's gradients are reduce-scattered within the shard group when its backward
+ends, and each shard is all-reduced over its replicas; a trainer updates its shard. Under Local SGD a shard
+group is a worker: it updates alone, and each shard is averaged over its replicas at the end of a round. A
+block's parameters are gathered within the shard group before its forward, and in stage 3 again before its
+backward, unless they were kept. While one block computes, the next one is gathered
+(``torch.distributed.fsdp.fully_shard`` with its prefetch of one block).
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,8 @@ from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 
 REST = ""
-"""The name of the block of all parameters that lie in no other, which is gathered as the forward begins, and stays."""
+"""Name of the block of all parameters outside of other blocks. It is gathered when the forward begins, and
+stays."""
 _FIELD = "strategy.sharding_configs"
 
 
@@ -31,16 +33,18 @@ class Block:
     name: str
     """Name of the submodule; ``REST`` for the parameters in no other block."""
     bucket: int
+    """Index of the bucket of its gradients."""
     nbytes: int
-    """Bytes of the parameters as they are gathered, padded so that all shards have one size."""
+    """Bytes of the gathered parameters, padded so that all shards have one size."""
     regathers: bool
-    """They are gathered again before the block's backward."""
+    """Whether they are gathered again before the block's backward."""
 
 
 def block_of(name: str, given: Sequence[str] = ()) -> str:
-    """The block of the parameter ``name``: the one of ``given`` that it lies in.
+    """Return the block of the parameter ``name``: the one in ``given`` that contains it.
 
-    Without any, its module in a list (``layers.3``), else its first module whose name ends in a number (``block3``).
+    Without ``given``, it is its module in a list (``layers.3``), else its first module whose name ends in a
+    number (``block3``).
     """
     if given:
         inside = [block for block in given if name.startswith(f"{block}.")]
@@ -53,9 +57,10 @@ def block_of(name: str, given: Sequence[str] = ()) -> str:
 
 
 def blocks_of(names: Iterable[str], given: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The parameters of each block, blocks in the order of the forward, ``REST`` first; ``names`` are as the model has them.
+    """Return the parameters of each block, blocks in forward order, ``REST`` first.
 
-    Raises ``ConfigError`` for a block of ``given`` without parameters of its own.
+    ``names`` are in the model's order. Raises ``ConfigError`` for a block of ``given`` without parameters of
+    its own.
     """
     found: dict[str, list[str]] = {REST: [], **{name: [] for name in given}}
     for name in names:
@@ -68,7 +73,10 @@ def blocks_of(names: Iterable[str], given: Sequence[str] = ()) -> dict[str, list
 
 
 def degree_of(configs: ShardingConfigs, trainers: int) -> int:
-    """The trainers of a shard group. Raises ``ConfigError`` for one that does not divide all of them."""
+    """Return the number of trainers per shard group.
+
+    Raises ``ConfigError`` if it does not divide all trainers.
+    """
     degree = configs.sharding_degree or trainers
     _refuse_uneven(degree, trainers, "sharding_degree", "trainers")
     if type(configs.reshard_after_forward) is int:
@@ -83,12 +91,15 @@ def _refuse_uneven(number: int, whole: int, field: str, what: str) -> None:
 
 
 def gathered_bytes(configs: ShardingConfigs, dtype: str) -> int:
-    """Bytes of an element of this type, as it is gathered."""
+    """Return the bytes of a gathered element of this type."""
     return DTYPE_BYTES[dtype] if configs.param_dtype == "own" else min(DTYPE_BYTES[dtype], DTYPE_BYTES[configs.param_dtype])
 
 
 def groups_of(configs: ShardingConfigs, trainers: int) -> dict[str, Parts]:
-    """``world``, and ``shard``, ``replica`` and ``reshard`` where they are others. Raises ``ConfigError`` as ``degree_of`` does."""
+    """Return ``world``, and ``shard``, ``replica`` and ``reshard`` if they differ.
+
+    Raises as ``degree_of`` does.
+    """
     degree = degree_of(configs, trainers)
     found = {"world": world_of(trainers)}
     if degree < trainers:
@@ -105,9 +116,10 @@ def _neighbours(trainers: int, number: int) -> Parts:
 
 
 def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrategy, order: Sequence[str]) -> dict[str, list[Gradient]]:
-    """The gradients of each block, in the order of readiness, blocks in the order of the forward.
+    """Return the gradients of each block in order of readiness, blocks in forward order.
 
-    ``order``: names as the model has them; none: the reverse of ``gradients``. Raises ``ConfigError`` for what cannot be sharded.
+    ``order``: names in the model's order; none: the reverse of ``gradients``. Raises ``ConfigError`` for what
+    cannot be sharded.
     """
     sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
     if sparse is not None:
@@ -129,13 +141,13 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
 def lay_out_blocks(
     named: Sequence[tuple[str, Bucket]], strategy: DistributedStrategy, trainers: int, *, keeps_last: bool = True
 ) -> tuple[tuple[Block, ...], Operations]:
-    """The blocks in the order of the forward, and the exchange of their buckets, with ids 0, 1, ... in the buckets' order.
+    """Return the blocks in forward order, and the exchange of their buckets, with ids in bucket order.
 
-    ``keeps_last``: the last block stays from its forward to its backward, which follows at once.
+    ``keeps_last``: the last block is kept from its forward to its backward, which follows at once.
     """
     configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
     if strategy.is_local and degree == trainers:
-        what, hint = "makes all trainers one worker, which has nobody to average with", "give a worker fewer than all trainers"
+        what, hint = "makes all trainers one worker, which has no other to average with", "give a worker fewer than all trainers"
         raise ConfigError(what, f"{_FIELD}.sharding_degree", str(configs.sharding_degree), hint)
     shard = "world" if degree == trainers else "shard"
     wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else None

@@ -1,4 +1,4 @@
-"""State: what a strategy of trainers keeps."""
+"""State: what a strategy of trainers remembers."""
 
 from __future__ import annotations
 
@@ -10,67 +10,69 @@ from fleetbench.plan.loss_scaling import Scale
 
 
 class State(NamedTuple):
-    """A trainer's decisions so far. Plain data: it is saved with a checkpoint.
+    """A trainer's decisions so far. Plain data that is saved with a checkpoint.
 
-    A *step* is one forward and backward; an *update* ends one step, or with gradient merge several.
-    Both are counted from 1, and warm-up ends at 0. A tuple, because every event of a step makes a
-    new state, and making a tuple costs less than making a frozen dataclass.
+    A *step* is one forward and backward; an *update* ends one step, or with gradient merge several. Both are
+    counted from 1, and warm-up ends at 0. It is a tuple because every event of a step creates a new state,
+    and a tuple is cheaper than a frozen dataclass.
     """
 
     first_step: int = 1
-    """Number of the first step; below 1 where training warms up."""
+    """Number of the first step; below 1 if training warms up."""
     step: int | None = None
-    """The step under way or done last; none before the first."""
+    """Number of the current or last step; none before the first."""
     in_step: bool = False
-    """Between ``StepBegin`` and the step's update or skip."""
+    """Whether the state is between ``StepBegin`` and the step's update or skip."""
     next_id: int = 0
     """Id of the next operation."""
     step_id: int = 0
-    """Id of the first operation of the step under way."""
+    """Id of the first operation of the current step."""
     phase: int = 0
-    """Steps since the last update, among those that share one."""
+    """Number of steps since the last update, among those that share one."""
     merged: int = 0
-    """Of these, the steps whose gradients are in the sum."""
+    """Number of these steps whose gradients are in the sum."""
     origin: int = 0
-    """The update before the first."""
+    """Number of the update before the first."""
     updates: int = 0
-    """The last update."""
+    """Number of the last update."""
     last_sync: int | None = None
-    """The last update after which trainers agreed; none before the first, unless the first round is whole: ``origin``."""
+    """Number of the last update after which trainers agreed; none before the first, unless the first round is
+    whole: ``origin``."""
     fragment: int = 0
-    """With fragments: the one that is merged next."""
+    """Fragment that is merged next."""
     flight: int | None = None
-    """Id of the first operation of its exchange, where that is under way between steps."""
+    """Id of the first operation of its exchange, if that is running between steps."""
     agreed: int | None = None
-    """With fragments: the last update after which trainers agreed in all of the model; none before the first."""
+    """With fragments: number of the last update after which trainers agreed on the whole model; none before
+    the first."""
     epoch: int = 0
-    """Epochs that have ended."""
+    """Number of epochs that have ended."""
     epoch_ended: bool = False
-    """An epoch has ended since trainers last averaged their losses."""
+    """Whether an epoch has ended since trainers last averaged their losses."""
     rounds: Rounds | None = None
-    """Adaptive Local SGD: its K, and what K follows."""
+    """State of adaptive Local SGD: its K, and what K follows."""
     scale: Scale | None = None
-    """Mixed precision: the loss scaling."""
+    """State of the loss scaling."""
 
     @property
     def next_step(self) -> int:
-        """The step that follows."""
+        """Number of the next step."""
         return self.first_step if self.step is None else self.step + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {name: dataclasses.asdict(value) if isinstance(value, Rounds | Scale) else value for name, value in self._asdict().items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> State:
-        """The state that ``to_dict`` wrote."""
+        """Read the state that ``to_dict`` wrote."""
         rounds = None if data["rounds"] is None else Rounds(**data["rounds"])
         scale = None if data["scale"] is None else Scale(**data["scale"])
         return cls(**{**data, "rounds": rounds, "scale": scale})
 
 
 def closed_round(before: State, after: State) -> int | None:
-    """Updates of the round that is closed after an event; none where the event closed none."""
+    """Return the number of updates in the round that an event ended; none if it ended none."""
     if after.last_sync != after.updates or before.last_sync == after.last_sync:
         return None
     return after.updates - (before.origin if before.last_sync is None else before.last_sync)

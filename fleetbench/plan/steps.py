@@ -1,7 +1,7 @@
-"""Steps: the operations of one step, whatever is combined in it.
+"""Steps: the operations of one step, for any combination.
 
-Accumulation says whether the step ends an update, cadence whether trainers meet after it, the
-exchange what carries a bucket, and the scaler whether the update waits for a word on overflow.
+Accumulation determines whether the step ends an update, cadence whether trainers synchronise after it, the
+exchange what carries a bucket, and the scaler whether the update waits for an overflow check.
 """
 
 import dataclasses
@@ -15,59 +15,66 @@ from fleetbench.plan.operations import Operation, Operations, Payload
 
 SCALAR_NBYTES = 4
 AGREEMENT_NBYTES = 24
-"""Of each trainer: where it is, its learning rate and its loss, in FP64."""
+"""Bytes of each trainer's progress, learning rate and loss, in FP64."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What sets one step apart from another."""
+    """Properties that distinguish one step from another."""
 
     closes: bool
-    """It ends an update."""
+    """Whether it ends an update."""
     merged: int
-    """Steps whose gradients share that update so far, this one included."""
+    """Number of steps whose gradients share that update so far, including this one."""
     meets: bool
-    """Trainers that update alone average after it."""
+    """Whether trainers with local steps average after it."""
     asks_loss: bool
-    """And average their losses with it."""
+    """Whether they also average their losses."""
     starts: int | None = None
-    """The fragment whose exchange starts after it."""
+    """Fragment whose exchange starts after it."""
     merges: int | None = None
-    """The fragment that is merged after it."""
+    """Fragment that is merged after it."""
     flight: int | None = None
-    """Of a fragment that is merged: its exchange's first operation, counted from the step's; none where it starts after this step."""
+    """First operation of the exchange of the merged fragment, relative to the step's first; none if the
+    exchange starts after this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOperations:
-    """The operations of one step, by event. Ids count from 0 at the step's first operation. A strategy has one object for each kind."""
+    """Operations of one step, by event. Ids count from 0 at the step's first operation.
+
+    A strategy has one object for each kind of step.
+    """
 
     on_begin: Operations = ()
+    """Operations at the start of the step."""
     on_forward: tuple[Operations, ...] = ()
-    """As each block of a sharded model is about to begin its forward, by block; empty without blocks."""
+    """Operations before each block's forward of a sharded model, by block; empty without blocks."""
     on_backward: tuple[Operations, ...] = ()
-    """As each block is about to begin its backward, by block; empty without blocks."""
+    """Operations before each block's backward, by block; empty without blocks."""
     on_bucket: tuple[Operations, ...]
+    """Operations when each bucket is ready, by bucket."""
     on_backward_end: Operations
+    """Operations at the end of the backward."""
     on_finite: Operations = ()
-    """After an observed ``found_inf`` of 0."""
+    """Operations after an observed ``found_inf`` of 0."""
     on_overflow: Operations = ()
-    """After another."""
+    """Operations after another value of ``found_inf``."""
 
     @property
     def flight(self) -> int:
-        """The first operation after the update."""
+        """Id of the first operation after the update."""
         kinds = [operation.kind for operation in self.on_backward_end]
         return self.on_backward_end[0].id + kinds.index("update") + 1
 
     @property
     def num_operations(self) -> int:
-        """Operations of the step, where nothing is observed in it."""
+        """Number of operations in a step in which nothing is observed."""
         in_compute = (*self.on_forward, *self.on_backward, *self.on_bucket)
         return len(self.on_begin) + sum(map(len, in_compute)) + len(self.on_backward_end)
 
     def told(self, plan: Plan, step: int) -> list[tuple[Event, Operations]]:
-        """Each event of the step with the operations that it starts, for a step in which nothing is observed."""
+        """Return each event of the step with its operations, for a step in which nothing is observed."""
         found: list[tuple[Event, Operations]] = [(StepBegin(step), self.on_begin)]
         for moment in plan.moments:
             if isinstance(moment, BucketReady):
@@ -79,13 +86,13 @@ class StepOperations:
 
 @dataclass(slots=True)
 class _Builder:
-    """Hands out ids, and remembers those of the plan's exchange."""
+    """Assigns ids, and remembers those of the plan's exchange."""
 
     plan: Plan
     next_id: int = 0
     ids: dict[int, int] = field(default_factory=dict)
     scattered: int | None = None
-    """The last reduce-scatter of a sharded model's gradients."""
+    """Id of the last reduce-scatter of a sharded model's gradients."""
 
     def operation(self, kind: str, *, after: Iterable[int] = (), **what: object) -> Operation:
         operation = Operation(id=self.next_id, kind=kind, after=tuple(after), **what)  # type: ignore[arg-type]  # callers name kinds that there are
@@ -93,13 +100,13 @@ class _Builder:
         return operation
 
     def small(self, payload: Payload, nbytes: int, after: Iterable[int]) -> Operations:
-        """One all-reduce over all trainers that no bucket carries; a trainer alone has none."""
+        """Return one all-reduce over all trainers that belongs to no bucket; none for a single trainer."""
         if self.plan.trainers == 1:
             return ()
         return (self.operation("all_reduce", payload=payload, nbytes=nbytes, after=after),)
 
     def carry(self, operations: Iterable[Operation], payload: Payload, after: tuple[int, ...] = (), factor: int = 1) -> Operations:
-        """The plan's operations; those that wait for nothing there wait for ``after``."""
+        """Return the plan's operations; those without predecessors there wait for ``after``."""
         carried = []
         for operation in operations:
             waits = tuple(self.ids[other] for other in operation.after) or after
@@ -123,7 +130,7 @@ class _Builder:
 
 
 def operations_of(plan: Plan, what: Combination, step: StepKind) -> StepOperations:
-    """The operations of a step."""
+    """Return the operations of a step."""
     build = _Builder(plan)
     begin = (build.operation("hold", payload="buffers"),) if what.holds_statistics and not step.closes else ()
     begun = _until_backward_end(what, step, build, begin)
@@ -142,21 +149,23 @@ def operations_of(plan: Plan, what: Combination, step: StepKind) -> StepOperatio
 
 @dataclass(slots=True)
 class _Gates:
-    """Gathers the blocks of a sharded model, each while the one before it computes.
+    """Gathers the blocks of a sharded model, each while the block before it computes.
 
-    Stages 1 and 2 keep all of it from an update's first forward to its last backward, and stage 3 what it does not gather again.
+    Stages 1 and 2 keep all parameters from an update's first forward to its last backward; stage 3 keeps
+    those that it does not gather again.
     """
 
     build: _Builder
     what: Combination
     step: StepKind
     gathered: dict[int, int] = field(default_factory=dict)
-    """Ids of the gathers on their way, by block."""
+    """Ids of running gathers, by block."""
 
     def before(self, block: int, phase: str) -> Operations:
-        """As a block is about to begin: it waits for its own parameters, and the next block's set out. The first block's set out there.
+        """Return the operations before a block: wait for its parameters, and start gathering the next block.
 
-        Where compute waits for gathers, a block's own set out, and no others.
+        The first block's gather starts there as well. If compute waits for gathers, only the block's own
+        gather starts.
         """
         if self.build.plan.holds_gathers:
             own = self._gather(phase, block)
@@ -182,7 +191,7 @@ class _Gates:
 
 
 def _until_backward_end(what: Combination, step: StepKind, build: _Builder, begin: Operations) -> StepOperations:
-    """The step without its end, whose operations have ids in the order of the plan's moments."""
+    """Return the step without its end; its operations have ids in the order of the plan's moments."""
     gates = _Gates(build, what, step) if build.plan.blocks else None
     in_compute: dict[str, dict[int, Operations]] = {"forward": {}, "backward": {}, "bucket": {}}
     for moment in build.plan.moments:
@@ -196,12 +205,12 @@ def _until_backward_end(what: Combination, step: StepKind, build: _Builder, begi
 
 
 def average_of(plan: Plan, what: Combination) -> Operations:
-    """The operations that average parameters between steps."""
+    """Return the operations that average parameters between steps."""
     return _average(what, _Builder(plan), (), asks_loss=False)
 
 
 def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
-    """The operations that end an update between steps, from the gradients in the sum."""
+    """Return the operations that end an update between steps, from the gradients in the sum."""
     build = _Builder(plan)
     operations: list[Operation] = []
     for bucket in plan.buckets:
@@ -212,7 +221,7 @@ def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
 
 
 def _closing(what: Combination, build: _Builder) -> Operations:
-    """What follows the last bucket before the update: flags of unused parameters, and rank 0's buffers."""
+    """Return the operations between last bucket and update: flags of unused parameters, and buffers."""
     operations = _unused(what, build)
     if build.plan.buffers_nbytes and build.plan.trainers > 1 and not what.is_local:
         after = (operations[-1].id,) if operations else build.leaves
@@ -231,14 +240,15 @@ def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> 
 
 
 def _gradient_chain(plan: Plan, bucket: int) -> list[Operation]:
-    """Operations that carry a bucket's gradients, without those that average parameters of sharded workers."""
+    """Return the operations that carry a bucket's gradients, without those of sharded workers' averages."""
     return [one for one in plan.of_bucket.get(bucket, ()) if one.payload != "delta"]
 
 
 def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
-    """The operations that carry a bucket. The backward of a sharded model waits for them at once, or for the scatter before.
+    """Return the operations that carry a bucket, with the gates of a sharded model's backward.
 
-    So ``fully_shard`` has one block's gradients under way (``reduce_scatter_max_input_buffers``).
+    The backward waits for this bucket's scatter at once, or for the previous one, so that ``fully_shard`` has
+    one block's gradients in flight (``reduce_scatter_max_input_buffers``).
     """
     if not build.plan.blocks:
         return carry()
@@ -252,7 +262,7 @@ def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
 
 
 def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
-    """What brings a bucket's gradient to its update."""
+    """Return the operations that bring a bucket's gradient to its update."""
     divisor = step.merged if what.averages_gradient else 1
     released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
     if what.is_local and what.sharding is None:
@@ -282,7 +292,7 @@ def _update(what: Combination, step: StepKind, build: _Builder, kind: str, after
 
 
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
-    """Parameters, then what else is averaged, one after the other; then the merge."""
+    """Return the averaging of parameters, then of everything else, one after the other; then the merge."""
     plan = build.plan
     operations = [*(() if what.outer is None else _differ(build, None, after)), *_exchange(build, after)]
     after = build.leaves or after
@@ -292,7 +302,7 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
     if what.averages_buffers and plan.buffers_nbytes:
         operations += build.small("buffers", plan.buffers_nbytes, after)
         after = (operations[-1].id,) if plan.trainers > 1 else after
-    if what.adaptive is not None and (asks_loss or plan.trainers > 1):  # a trainer alone has the loss it is asked for
+    if what.adaptive is not None and (asks_loss or plan.trainers > 1):  # a single trainer has the requested loss itself
         payload: Payload = "loss" if asks_loss else "agreement"
         operations.append(build.operation("all_gather", payload=payload, nbytes=AGREEMENT_NBYTES * plan.trainers, after=after))
         after = (operations[-1].id,)
@@ -305,12 +315,12 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
 
 
 def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Operations:
-    """What takes the difference of a trainer that trains alone."""
+    """Return the operation that computes the difference of a trainer that trains alone."""
     return (build.operation("difference", payload="delta", fragment=fragment, after=after),) if build.plan.trainers == 1 else ()
 
 
 def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
-    """The exchange of all of the model, one fragment after the other."""
+    """Return the exchange of the whole model, one fragment after the other."""
     operations: list[Operation] = []
     for part in build.plan.of_fragment or (tuple(one for one in build.plan.exchange if one.payload == "delta") or build.plan.exchange,):
         operations += build.carry(part, "delta", after)
@@ -319,13 +329,13 @@ def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
 
 
 def _set_out(build: _Builder, fragment: int, after: tuple[int, ...]) -> Operations:
-    """The exchange of a fragment, as its parameters are now."""
+    """Return the exchange of a fragment with its current parameters."""
     build.ids.clear()
     return (*_differ(build, fragment, after), *build.carry(build.plan.of_fragment[fragment], "delta", after))
 
 
 def _land(what: Combination, build: _Builder, fragment: int, after: tuple[int, ...], *, mixes: bool) -> Operations:
-    """The merge of a fragment whose exchange ends with the operations ``after``."""
+    """Return the merge of a fragment whose exchange ends with the operations ``after``."""
     assert what.fragments is not None
     stepped = () if what.outer is None else (build.operation("outer", fragment=fragment, after=after),)
     payload: Payload | None = "mixture" if mixes and what.fragments.mixing else None
@@ -334,13 +344,17 @@ def _land(what: Combination, build: _Builder, fragment: int, after: tuple[int, .
 
 
 def leaves_of(plan: Plan, fragment: int, flight: int) -> tuple[int, ...]:
-    """Ids of what ends a fragment's exchange, whose first operation is ``flight``."""
+    """Return the ids of the last operations of a fragment's exchange, whose first operation is ``flight``."""
     exchange = plan.of_fragment[fragment]
     return tuple(flight + place for place, operation in enumerate(exchange) if operation.id in plan.leaves)
 
 
 def agreement_of(plan: Plan, what: Combination, *, landing: int | None, flight: int | None, agreed: int | None) -> Operations:
-    """Between steps: the merge of the fragment ``landing``, whose exchange is under way, then exchange and merge of all but ``agreed``."""
+    """Return the operations by which all trainers agree between steps.
+
+    They merge the fragment ``landing``, whose exchange is running, then exchange and merge all others except
+    ``agreed``.
+    """
     build, operations = _Builder(plan), list[Operation]()
     if landing is not None and flight is not None:
         operations += _land(what, build, landing, leaves_of(plan, landing, flight), mixes=False)
@@ -352,7 +366,7 @@ def agreement_of(plan: Plan, what: Combination, *, landing: int | None, flight: 
 
 
 def _unused(what: Combination, build: _Builder) -> Operations:
-    """One flag a parameter, where gradients are averaged and some may be missing."""
+    """Return the exchange of one flag per parameter, if gradients are averaged and some may be missing."""
     if not what.finds_unused or what.is_local:
         return ()
     return build.small("unused", sum(len(bucket.gradients) for bucket in build.plan.buckets), build.leaves)

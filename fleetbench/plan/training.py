@@ -1,12 +1,12 @@
 """Training by collectives: accumulation x cadence x exchange x scaler, composed.
 
-Synchronous training averages every bucket as it becomes ready, then updates once: equal to
-DistributedDataParallel and to one process with the joint batch. Local SGD updates alone and
-averages parameters where its cadence says, by delta from a snapshot: ``p = snapshot + mean(p -
-snapshot)``; an outer optimizer may step on that mean, and fragments of the model may have rounds of
-their own (``fleetbench.plan.outer``). Training that ends, or a model that is read, between two averagings
-averages first (Fleet does not): what is in flight is merged, then what has not met since. Gradient
-merge lets several steps share an update; a cadence counts updates.
+Synchronous training averages every bucket when it is ready, then updates once. This equals
+DistributedDataParallel, and one process with the joint batch. With Local SGD, trainers update alone and
+average parameters when the cadence says, by their delta from a snapshot: ``p = snapshot + mean(p -
+snapshot)``. An outer optimizer may step on that mean, and fragments of the model may have their own rounds
+(``fleetbench.plan.outer``). If training ends, or the model is read, between two averagings, trainers average
+first (Fleet does not): fragments in flight are merged, then the rest is exchanged. With gradient merge,
+several steps share an update; a cadence counts updates.
 """
 
 from typing import Literal
@@ -21,22 +21,22 @@ from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, averag
 from fleetbench.strategy import DistributedStrategy
 
 PLANNED = named("plan")
-"""Dotted names of the fields that executors of a plan carry out; the others are refused when changed."""
+"""Dotted names of the fields that executors of a plan carry out; others are refused when changed."""
 
 
 class CollectiveTraining:
-    """Decides for trainers that meet in collectives."""
+    """Decides for trainers that communicate by collectives."""
 
     def __init__(self, plan: Plan, combination: Combination) -> None:
         self.plan = plan
         self.payload: Literal["gradient", "delta"] = "delta" if combination.is_local else "gradient"
         self.observes = combination.observes
         self.combination = combination
-        """What every step combines; executors ask it rather than the fields that it came from."""
+        """Everything that each step combines. Executors use it instead of the strategy's fields."""
         self._known: dict[StepKind, StepOperations] = {}
 
     def init(self, role: str, rank: int, first_step: int = 1) -> State:  # noqa: ARG002  # trainers are alike; the protocol has roles that are not
-        """The state before the first step, which has a number below 1 where training warms up."""
+        """Return the state before the first step, which has a number below 1 if training warms up."""
         before, phase = divmod(first_step - 1, self.combination.steps_per_update)
         cadence = self.combination.cadence
         return State(
@@ -50,7 +50,10 @@ class CollectiveTraining:
         )
 
     def on(self, state: State, now_ns: int, event: Event) -> tuple[State, Operations]:  # noqa: ARG002, PLR0911  # nothing is decided from the clock; one line an event
-        """What to start now; ``fleetbench.plan.drive`` says what a strategy is told, and when."""
+        """Return the operations to start now.
+
+        ``fleetbench.plan.drive`` defines the events and their order.
+        """
         match event:
             case StepBegin(step):
                 assert not state.in_step, "a step ends before the next begins; found_inf is still to be told"
@@ -73,18 +76,19 @@ class CollectiveTraining:
                 return state, ()
 
     def closes(self, state: State) -> bool:
-        """Whether the step under way ends an update, so that gradients are exchanged in its backward, if they are at all."""
+        """Whether the current step ends an update, so that its backward may exchange gradients."""
         return self._kind(state).closes
 
     def has_agreed(self, state: State) -> bool:
-        """Whether no trainer has updated alone since all of them last agreed in all of the model."""
+        """Whether no trainer has updated alone since all of them last agreed on the whole model."""
         return state.updates in (state.last_sync if self.combination.fragments is None else state.agreed, state.origin)
 
     def whole_step(self, state: State) -> tuple[State, StepOperations | None]:
-        """The next step at a stroke: equal to folding ``on`` over its events. None, and the same state, where it observes a scalar.
+        """Return the next step at once: equal to folding ``on`` over its events.
 
-        Only the executor knows where the learning rate changes: it asks for no step whose ``merge`` is followed by a new one.
-        ``state`` stands between two steps.
+        ``state`` is between two steps. Returns None and the same state if the step observes a scalar. Only
+        the executor knows when the learning rate changes, so it must not use this for a step whose ``merge``
+        is followed by a new rate.
         """
         assert not state.in_step
         kind = self._kind(state)
@@ -96,7 +100,10 @@ class CollectiveTraining:
         return self._after_update(begun, kind), whole
 
     def _kind(self, state: State, *, flushes: bool = False) -> StepKind:
-        """What sets the step under way, or the next one, apart; ``flushes``: an epoch's end, which updates by what the sum holds."""
+        """Return the kind of the current or next step.
+
+        ``flushes``: the end of an epoch, which updates with the gradients in the sum.
+        """
         what, update = self.combination, state.updates + 1
         closes = flushes or state.phase + 1 == what.steps_per_update
         k = state.rounds.k if state.rounds else 0
@@ -107,7 +114,7 @@ class CollectiveTraining:
         merged = state.merged + (not flushes)
         if not closes or what.fragments is None:
             return StepKind(closes=closes, merged=merged, meets=meets, asks_loss=asks_loss)
-        if update < what.fragments.begin_step:  # all of the model is exchanged
+        if update < what.fragments.begin_step:  # the whole model is exchanged
             return StepKind(closes=True, merged=merged, meets=True, asks_loss=False)
         done = update - (state.origin if state.last_sync is None else state.last_sync)
         starts = done == what.fragments.period - what.fragments.overlap
@@ -129,14 +136,14 @@ class CollectiveTraining:
         return self._known[kind]
 
     def _issue(self, state: State, operations: Operations) -> tuple[State, Operations]:
-        """Operations of the step under way, with their final ids."""
+        """Return operations of the current step with their final ids."""
         if not operations:
             return state, ()
         issued = tuple(operation.shifted(state.step_id) for operation in operations)
         return state._replace(next_id=issued[-1].id + 1), issued
 
     def _between(self, state: State, operations: Operations) -> tuple[State, Operations]:
-        """Operations that belong to no step."""
+        """Return operations that belong to no step."""
         return self._issue(state._replace(step_id=state.next_id), operations)
 
     def _after_update(self, state: State, kind: StepKind) -> State:
@@ -163,7 +170,7 @@ class CollectiveTraining:
         return (state if waits else self._after_update(state, kind)), operations
 
     def _agree(self, state: State) -> tuple[State, Operations]:
-        """Trainers that have updated alone since they last met average."""
+        """Average trainers that have updated alone since they last synchronised."""
         rounds = self.combination.fragments
         if not self.combination.is_local or self.has_agreed(state):
             return state, ()
@@ -192,7 +199,7 @@ class CollectiveTraining:
         return state, ()
 
     def _end_epoch(self, state: State) -> tuple[State, Operations]:
-        """A remainder of merged gradients is carried on (Fleet), applied as an update, or dropped."""
+        """Treat a remainder of merged gradients: carry it over (Fleet), apply it as an update, or drop it."""
         state = state._replace(epoch=state.epoch + 1, epoch_ended=True)
         if self.combination.remainder == "carry" or not state.merged:
             return state, ()
@@ -204,14 +211,14 @@ class CollectiveTraining:
 
 
 def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_strategy: bool) -> State:
-    """The state after ``saved`` of trainers that begin again under ``strategy``, from parameters that all of them share.
+    """Return the state after ``saved`` for trainers that restart under ``strategy`` with shared parameters.
 
-    What had been begun for an agreement among the old trainers is closed: a round of Local SGD, because all
-    start from the average; a gradient merge, because its sum is lost.
+    Agreements that were under way among the old trainers are closed: a round of Local SGD, because all start
+    from the average; a gradient merge, because its sum is lost.
 
-    Steps, epochs and a loss scale go on. With the same strategy so do updates, the K of an adaptive
-    round and what it follows; under another one updates count from its own first, because what they
-    count may be another number of steps.
+    Steps, epochs and the loss scale continue. With the same strategy, so do updates, the K of an adaptive
+    round and what it follows. With another one, updates are counted anew from its first step, because they
+    may count another number of steps.
     """
     if same_strategy:
         agreed = saved.last_sync if saved.updates == saved.origin else saved.updates
@@ -222,5 +229,5 @@ def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_st
 
 
 def family(strategy: DistributedStrategy, plan: Plan) -> CollectiveTraining:
-    """The strategy that decides for trainers under ``strategy``."""
+    """Return the object that decides for trainers under ``strategy``."""
     return CollectiveTraining(plan, Combination.of(strategy))

@@ -1,4 +1,4 @@
-"""Answer: what a tuning says, as a reader wants it: the verdict, what is gained and what that rests on, why, and how to use it."""
+"""Answer: a tuning's verdict, the gain and its evidence, the reason, and how to use it."""
 
 from __future__ import annotations
 
@@ -27,34 +27,44 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of the default and of another strategy, spelled."""
+    """One figure of the default and of another strategy, formatted."""
 
     what: str
+    """Name of the figure."""
     today: str
+    """Value of the default."""
     other: str
+    """Value of the other strategy."""
     gain: str = ""
+    """Ratio of the two, with its interval."""
     rests_on: str = ""
+    """Evidence for the figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A tuning's answer, spelled."""
+    """A tuning's answer, formatted."""
 
     verdict: str
-    """``USE``, ``KEEP DEFAULT`` or ``UNDECIDED``."""
+    """Verdict: ``USE``, ``KEEP DEFAULT`` or ``UNDECIDED``."""
     what: str
-    """The strategy to use, or the one that was tried without a gain, in words."""
+    """Strategy to use, or the best one tried without a gain, in words."""
     column: str
-    """Heading of that strategy's figures."""
+    """Heading of that strategy's column of figures."""
     figures: tuple[Figure, ...]
+    """Figures of both strategies."""
     lines: tuple[tuple[str, str], ...]
-    """Headings and what stands under them."""
+    """Headings, each with the text below it."""
     seeds: tuple[tuple[str, ...], ...] = ()
-    """A row for each seed with runs of its own to the target: seed, steps today, seconds, the other's steps and seconds, ratio."""
+    """Rows, one per seed with its own runs to the target: seed, steps and seconds of the default, steps and
+    seconds of the other strategy, ratio."""
 
 
 def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_seed: int = 0) -> Answer:
-    """The answer of a tuning's folder. ``splits``: see ``splits_of``; ``first_seed``: of the runs to the target."""
+    """Return the answer of a tuning's folder.
+
+    ``splits``: see ``splits_of``; ``first_seed`` is that of the runs to the target.
+    """
     used, best = found.verdict == "USE", best_of(found)
     tried = "" if best is None else in_words(best.strategy)
     verdict = found.verdict if used or not found.undecided else "UNDECIDED"
@@ -79,7 +89,7 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
 
 
 def in_words(strategy: DistributedStrategy) -> str:
-    """A strategy in words: how it trains, then what else it changes."""
+    """Describe a strategy in words: how it trains, then its other changes."""
     local = strategy.localsgd and strategy.localsgd_configs.has_outer
     kind = "DiLoCo" if local else "Local SGD" if strategy.is_local else ""
     plain = strategy.without("lr_scale", *_TRAINS, *(f"{name}_configs" for name in _TRAINS))
@@ -89,7 +99,7 @@ def in_words(strategy: DistributedStrategy) -> str:
 
 
 def text_of(answer: Answer, width: int) -> str:
-    """The answer for a terminal of so many columns; nothing is cut."""
+    """Return the answer for a terminal of ``width`` columns, without truncation."""
     wrap = textwrap.TextWrapper(width=width, break_on_hyphens=False, break_long_words=False)
     wrap.initial_indent, wrap.subsequent_indent = f"{answer.verdict}  ", " " * (len(answer.verdict) + 2)
     parts = [wrap.fill(answer.what) if answer.what else answer.verdict, ""]
@@ -102,7 +112,7 @@ def text_of(answer: Answer, width: int) -> str:
 
 
 def _rows(answer: Answer, width: int) -> list[str]:
-    """The figures as a table; where that is too wide, what a figure rests on stands in a line below it."""
+    """Format the figures as a table. If it is too wide, a figure's evidence goes on a line below it."""
     heading = Figure("", "today", answer.column, "gain (90 %)")
     cells = [(one.what, one.today, one.other, one.gain, one.rests_on) for one in (heading, *answer.figures)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -117,14 +127,17 @@ def _rows(answer: Answer, width: int) -> list[str]:
 
 
 def best_of(found: Recommendation) -> Arm | None:
-    """The finalist, or else the arm that was the fastest beside the default; none where none ran."""
+    """Return the finalist, or else the fastest arm besides the default; none if no other arm ran."""
     ran = [arm for arm in found.arms[1:] if arm.ratio is not None]
     finalist = next((arm for arm in ran if arm.name == found.finalist), None)
     return finalist or min(ran, key=lambda arm: (arm.rejected is not None, arm.ratio), default=None)
 
 
 def step_seconds(found: Recommendation, best: Arm) -> tuple[float, float]:
-    """Seconds of a step of the default and of another strategy, by their pairs, or by the legs that ranked it where it has none."""
+    """Return the seconds per step of the default and of another strategy.
+
+    They come from the pairs, or, if there are none, from the ranking legs.
+    """
     if found.speedup is not None and found.pairs:
         default_s = statistics.geometric_mean(pair.default_s for pair in found.pairs)
         return default_s, default_s / found.speedup
@@ -148,7 +161,7 @@ def _figures(found: Recommendation, best: Arm) -> Iterator[Figure]:
 
 
 def _seeds(found: Recommendation, best: Arm, first_seed: int) -> Iterator[tuple[str, ...]]:
-    """Each seed's runs to the target; none where both strategies train alike."""
+    """Yield each seed's runs to the target; nothing if both strategies train the same way."""
     default, seconds = found.arms[0].target, step_seconds(found, best)
     if default is None or best.target is None or best.target.from_arm == found.arms[0].name:
         return
@@ -175,7 +188,7 @@ def _ms(value_s: float) -> str:
 
 
 def _shares(splits: pd.DataFrame) -> Iterator[str]:
-    """The two waits of the default's steps, each with its share of a step."""
+    """Describe the default's two waits, each with its share of a step."""
     if "default, real" not in splits.index:
         return
     row = splits.loc["default, real"].to_dict()
@@ -185,5 +198,5 @@ def _shares(splits: pd.DataFrame) -> Iterator[str]:
 
 
 def _meets(strategy: DistributedStrategy) -> str:
-    """How seldom trainers meet."""
+    """Describe how often trainers synchronise."""
     return "K adapts" if strategy.adaptive_localsgd else f"K = {strategy.local_steps} exchanges once in {strategy.local_steps} steps"

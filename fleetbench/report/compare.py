@@ -1,4 +1,4 @@
-"""Two runs side by side: every key of their summaries, the quantiles of their step times, their plans."""
+"""Compare two runs: every key of their summaries, the quantiles of their step times, their plans."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,16 +12,19 @@ from fleetbench.result import RunResult, step_times
 from fleetbench.staleness import total_variation
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
-"""Per cent of the counted steps of all ranks."""
+"""Quantiles of the counted steps of all ranks, in per cent."""
 
 _HISTOGRAM = "staleness_histogram"
 _NAMES = frozenset({"schema", "seed"})
-"""Numbers whose ratio says nothing."""
+"""Numbers whose ratio has no meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One quantity of both runs. ``ratio`` is ``b / a``; none for what only names, and where ``a`` is 0 or either is missing."""
+    """One quantity of both runs.
+
+    ``ratio`` is ``b / a``. It is none for names, and if ``a`` is 0 or either is missing.
+    """
 
     key: str
     a: Any
@@ -31,20 +34,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Runs A and B, laid side by side."""
+    """Runs A and B, compared."""
 
     a: str
-    """Name of A: its folder's, or its run id."""
+    """Name of A: its folder's name, or its run id."""
     b: str
+    """Name of B, likewise."""
     rows: tuple[Row, ...]
+    """Quantities of both runs."""
     same_plan: bool
+    """Whether the plans are equal."""
     step_difference: float
     """Mean step time of B over that of A, minus 1."""
     staleness_variation: float | None = None
-    """Total variation distance of the two histograms of staleness; none where a run has none."""
+    """Total variation distance between the two histograms of staleness; none if a run has none."""
 
     def text(self) -> str:
-        """A table of plain text, of what a run knows."""
+        """Return a plain-text table of the quantities that at least one run has."""
         rows = [row for row in self.rows if row.a is not None or row.b is not None]
         spelled = ((units.number(row.a), units.number(row.b), "" if row.ratio is None else units.ratio(row.ratio)) for row in rows)
         cells = [[f" {cell}" for cell in row] for row in spelled]  # pandas leaves one space between columns
@@ -56,12 +62,12 @@ class Comparison:
         return "\n".join(line.rstrip() for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as JSON's data."""
+        """Return the comparison as JSON data."""
         return dataclasses.asdict(self)
 
 
 def compare_runs(a: RunResult, b: RunResult) -> Comparison:
-    """Lay two runs of any executors side by side."""
+    """Compare two runs of any executors."""
     left, right = _quantities(a), _quantities(b)
     keys = [*left, *(key for key in right if key not in left)]
     ages: list[Any] = [(run.summary.server_load or {}).get(_HISTOGRAM) for run in (a, b)]

@@ -1,11 +1,12 @@
-"""A simulated run against real ones: what matches, by how much the simulation misses, and what is only noise.
+"""A simulated run against real ones: what matches, how large the simulation's errors are, and what is noise.
 
-Runs of one experiment meet the same batches, the same decisions and the same draws of every
-straggler, so that step 7 of one is step 7 of the other. What the simulator believes of links, where
-processes were started, and names may differ, and are said; anything else makes other steps.
+Runs of one experiment have the same batches, decisions and straggler draws, so that step 7 of one is step 7
+of the other. The simulator's assumptions about links, the place where processes were started, and names may
+differ; such differences are reported. Any other difference means different steps.
 
-All figures are plain data, as ``compare --json`` prints them. An error is predicted minus true: above zero the prediction is too
-slow. The prediction is a simulated run; or, for the A/A noise, one real run taken for the prediction of another.
+All figures are plain data, as ``compare --json`` prints them. An error is predicted minus true, so a positive
+error means that the prediction is too slow. The prediction is a simulated run, or, for the A/A noise, one
+real run taken as the prediction of another.
 """
 
 import itertools
@@ -31,11 +32,12 @@ PHASES: dict[str, tuple[str, ...]] = {
     "update": ("update_s",),
     "other": ("other_s",),
 }
-"""Parts of a step, by their columns; ``not_compute`` is wait and exposed communication together."""
+"""Parts of a step, with their columns; ``not_compute`` is wait plus exposed communication."""
 
 Figures = dict[str, Any]
 Spread = dict[str, float]
-"""Errors of many steps: ``bias``, their mean; ``mean_absolute``; ``p95`` and ``max`` of the absolute errors."""
+"""Errors over many steps: ``bias``, their mean; ``mean_absolute``; ``p95`` and ``max`` of the absolute
+errors."""
 Array = npt.NDArray[np.float64]
 
 _BELIEFS = frozenset(
@@ -48,9 +50,10 @@ _BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inte
 
 
 def differences_of(simulated: RunResult, real: RunResult) -> list[Figures]:
-    """All differences of two runs' experiments, ranks and steps: ``key``, its value in ``sim`` and in ``real``, and ``other_steps``.
+    """Return all differences between two runs' experiments, ranks and steps.
 
-    Those whose ``other_steps`` is true come first: step by step, the runs did not do the same.
+    Each has ``key``, its values in ``sim`` and ``real``, and ``other_steps``. Those with ``other_steps`` come
+    first: the runs did not do the same work step by step.
     """
     found = _of_experiments(simulated, real)
     keys = [pd.MultiIndex.from_frame(run.steps.loc[run.steps["step"] >= 1, ["rank", "step"]]) for run in (simulated, real)]
@@ -67,7 +70,7 @@ def differences_of(simulated: RunResult, real: RunResult) -> list[Figures]:
 
 
 def difference_text(difference: Figures) -> str:
-    """In one line."""
+    """Format a difference in one line."""
     return f"{difference['key']}: {units.number(difference['sim'])} against {units.number(difference['real'])}"
 
 
@@ -82,14 +85,14 @@ def _of_experiments(simulated: RunResult, real: RunResult) -> list[Figures]:
         for key in sorted(left.keys() | right.keys())
         if left.get(key) != right.get(key)
     ]
-    if not found and simulated.summary.experiment != real.summary.experiment:  # the digest also covers what the named files hold
+    if not found and simulated.summary.experiment != real.summary.experiment:  # the digest also covers the contents of the named files
         key = "contents of a file that the experiment names"
         found.append(_difference(key, simulated.summary.experiment, real.summary.experiment, other_steps=False))
     return found
 
 
 def _spans(run: RunResult, column: str) -> str:
-    """Which numbers a column holds: ``0 to 3``, and how many where some are left out."""
+    """Return the range of numbers in a column, ``0 to 3``, and their count if some are missing."""
     values = run.steps.loc[run.steps["step"] >= 1, column]
     if values.empty:
         return "none"
@@ -102,16 +105,17 @@ def _plan(run: RunResult) -> str:
 
 
 def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = ()) -> Figures | None:
-    """Lay a simulated run beside a real one, whichever comes first; none where both were executed alike.
+    """Compare a simulated run with a real one, in any order; none if both were executed the same way.
 
-    ``repeats`` are further real runs of the same experiment. Raises ``ConfigError`` for one that is none. The figures:
+    ``repeats`` are further real runs of the same experiment. Raises ``ConfigError`` for a run that is not.
+    The figures:
 
-    - ``differences``: see ``differences_of``; ``comparable``: whether none of them makes other steps;
-    - ``errors``: see ``step_errors``; none where the runs are not comparable;
+    - ``differences``: see ``differences_of``; ``comparable``: whether none of them means different steps;
+    - ``errors``: see ``step_errors``; none if the runs are not comparable;
     - ``noise``: see ``noise_of``; none without repeats;
-    - ``within_noise``: of the run time (``wall``), the ``step`` and each phase, whether its error is no larger than what real runs
-      differ by; empty if unknown;
-    - ``notes``: what a reader must know of the steps before believing their errors.
+    - ``within_noise``: whether the error of the run time (``wall``), the ``step`` and each phase is at most
+      the difference between real runs; empty if unknown;
+    - ``notes``: what a reader must know about the steps before trusting their errors.
     """
     executors = {run.summary.executor: run for run in (a, b)}
     if set(executors) != {SIM, REAL}:
@@ -128,7 +132,7 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
     errors = step_errors(simulated, real) if comparable else None
     noise = noise_of([real, *repeats])
     void = [
-        f"run {run.summary.run_id} is void, and what it differs by is no noise: the machine was not quiet in any of its repeats"
+        f"run {run.summary.run_id} is void and cannot show the noise: the machine was not quiet in any of its repeats"
         for run in (real, *repeats)
         if run.summary.testbed is not None and not run.summary.testbed["counts"]
     ]
@@ -143,11 +147,12 @@ def compare_fidelity(a: RunResult, b: RunResult, repeats: Sequence[RunResult] = 
 
 
 def step_errors(predicted: RunResult, true: RunResult) -> Figures:
-    """Errors of ``predicted``, whose ranks and counted steps must be those of ``true``, over all ranks and steps.
+    """Return the errors of ``predicted`` over all ranks and counted steps, which must be those of ``true``.
 
     - ``wall_s``: run times ``predicted`` and ``true``, and the logarithm of their ratio, ``log_ratio``;
-    - ``step``, and each of ``PHASES`` in ``phases``: means ``predicted_s`` and ``true_s``; ``error_s``, a spread, and the same as
-      ``share_of_step``; ``relative_bias``, a share of the phase itself, none where the true run has no such phase;
+    - ``step``, and each of ``PHASES`` in ``phases``: means ``predicted_s`` and ``true_s``; ``error_s``, a
+      spread, also as ``share_of_step``; ``relative_bias``, a share of the phase itself, none if the true run
+      has no such phase;
     - ``step.relative``: the spread of whole steps' errors as shares of the true step.
     """
     left, right = (run.steps[run.steps["step"] >= 1].set_index(["rank", "step"]).sort_index() for run in (predicted, true))
@@ -163,9 +168,10 @@ def step_errors(predicted: RunResult, true: RunResult) -> Figures:
 
 
 def noise_of(runs: Sequence[RunResult]) -> Figures | None:
-    """The A/A noise: the largest of every figure of ``step_errors`` among all pairs of real ``runs``; none of fewer than two.
+    """Return the A/A noise: the largest of every figure of ``step_errors`` over pairs of real ``runs``.
 
-    ``phases_s`` has the errors in seconds of the whole ``step`` and of each phase.
+    None for fewer than two runs. ``phases_s`` has the errors in seconds of the whole ``step`` and of each
+    phase.
     """
     if len(runs) < 2:
         return None
@@ -184,9 +190,10 @@ def _phases(errors: Figures) -> Mapping[str, Figures]:
 
 
 def _within_noise(errors: Figures, noise: Figures) -> dict[str, bool]:
-    """The run time's error is its log-ratio. The others' are their mean absolute error and their bias, both.
+    """Return whether errors are within the noise: that of the run time, and two errors of each phase.
 
-    Steps of two real runs scatter by more than those of a simulation about their mean do, so that the first alone would hide a bias.
+    Both the mean absolute error and the bias of a phase must be within it. Steps of two real runs scatter
+    more than simulated steps do about their mean, so the mean absolute error alone would hide a bias.
     """
     within = {"wall": abs(errors["wall_s"]["log_ratio"]) <= noise["wall_log_ratio"]}
     for name, phase in _phases(errors).items():
@@ -219,7 +226,7 @@ def _spread(errors: npt.ArrayLike) -> Spread:
 
 
 def _largest(spreads: Iterable[Spread]) -> Spread:
-    """The largest of every figure, with the sign of the largest bias."""
+    """Return the largest value of every figure, with the sign of the largest bias."""
     found = list(spreads)
     return {name: max((spread[name] for spread in found), key=abs) for name in found[0]}
 
@@ -232,7 +239,7 @@ def _check_repeat(repeat: RunResult, real: RunResult, others: Sequence[RunResult
     if repeat.summary.run_id in {run.summary.run_id for run in (real, *others)}:
         raise ConfigError("is named twice: a run does not differ from itself", where, hint=hint)
     differences = differences_of(real, repeat)
-    if differences and differences[0]["key"] != "plan":  # which rank 0 decides again in every launch
+    if differences and differences[0]["key"] != "plan":  # rank 0 decides the plan again in every launch
         raise ConfigError("is no repeat of B, whose experiment is another", where, difference_text(differences[0]), hint)
 
 
@@ -254,7 +261,7 @@ def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
 
 
 def _other_rounds(simulated: RunResult, real: RunResult) -> int:
-    """Steps of rank 0 at which rounds of other lengths close, among those that both runs have."""
+    """Return the number of rank 0's steps, among those of both runs, at which rounds of other lengths end."""
     left, right = (
         run.steps[(run.steps["step"] >= 1) & (run.steps["rank"] == 0)].set_index("step")["local_steps"].astype("Float64").fillna(0)
         for run in (simulated, real)

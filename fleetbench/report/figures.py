@@ -1,7 +1,7 @@
-"""Figures of reports and notebooks: each function takes runs, or a table, and returns one figure with one message.
+"""Figures of reports and notebooks: each function takes runs or a table, and returns one figure.
 
-A figure is a matplotlib ``Figure`` whose ``data`` has what is drawn. No function shows or stores one. Lines differ in marker and style and
-bars in hatches, so that a print in black and white can be read.
+A figure is a matplotlib ``Figure`` whose ``data`` holds what is drawn. No function shows or stores one. Lines
+differ in marker and style, and bars in hatches, so that figures are readable in black and white.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
 _PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
-"""One colour for each of ``SPLIT``; told apart by lightness and hatch too."""
+"""One colour for each of ``SPLIT``, which also differ in lightness and hatch."""
 _HATCHES = ("", "////", "xxxx", "....", "")
 _LINES = tuple(
     zip(("#1f4e79", "#c44e35", "#5b9a68", "#e0a030", "#7a5195", "#6b6b6b"), "os^Dv*", ("-", "--", "-.", ":", "-", "--"), strict=True)
@@ -53,16 +53,16 @@ _SPANS = {
 }
 _WIDTH_INCHES = 8.0
 _WIDE = 24
-"""Characters of a label above which a legend would cover the lines."""
+"""Number of characters in a label above which a legend would cover the lines."""
 _LEGEND_COLUMNS = 6
-"""More would not fit above the axes."""
+"""Largest number of columns of a legend above the axes."""
 _ROUNDING_S = 1e-9
-"""Times are whole nanoseconds."""
+"""Rounding of times in seconds: they are whole nanoseconds."""
 _STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11, "hatch.linewidth": 0.5}
 
 
 class Drawing(Figure):
-    """A figure, and in ``data`` what it shows. A notebook shows it as a PNG."""
+    """A figure, with the data that it shows in ``data``. A notebook shows it as a PNG."""
 
     data: pd.DataFrame
 
@@ -74,7 +74,7 @@ class Drawing(Figure):
 
 
 def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
-    """Mean step time of every arm in ms: what the simulator said, and what was measured, with the legs' range."""
+    """Draw the mean step time of every arm in ms, simulated and measured, with the range of the legs."""
     table = pd.DataFrame({"simulated": [arm.simulated_s for arm in arms], "real": [arm.real_s for arm in arms]}, dtype=float) * 1e3
     legs = np.array([(min(arm.measured_s, default=np.nan), max(arm.measured_s, default=np.nan)) for arm in arms]).T * 1e3
     real = table["real"].to_numpy()
@@ -85,9 +85,9 @@ def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
 
 
 def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
-    """A step's mean time in ms, one stacked bar a run: ``SPLIT``'s parts from left to right.
+    """Draw the mean time of a step in ms, one stacked bar of the parts of ``SPLIT`` per run.
 
-    ``runs``: by label; or a table of seconds, a row a label and a column for each of ``SPLIT``.
+    ``runs``: runs by label; or a table of seconds with a row per label and a column for each of ``SPLIT``.
     """
     table = runs if isinstance(runs, pd.DataFrame) else splits_of({label: [run] for label, run in runs.items()})
     figure = _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
@@ -96,10 +96,10 @@ def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
 
 
 def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
-    """What each rank does when, over the steps ``first`` to ``last`` (default: one step), in ms since the first of them began.
+    """Draw each rank's work in the steps ``first`` to ``last`` (default: one step), in ms from their start.
 
-    ``run``: a run with a timeline, or a table such as ``run.timeline``, all of which is drawn. Numbers on collectives are buckets.
-    ``ranks``: default: all.
+    ``run``: a run with a timeline, or a table such as ``run.timeline``, which is drawn whole. Numbers on
+    collectives are buckets. ``ranks`` defaults to all.
     """
     if isinstance(run, RunResult):
         own = run.steps[run.steps["step"].between(first, first if last is None else last)]
@@ -137,13 +137,14 @@ def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = N
 
 
 def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.DataFrame, target: float | None = None) -> Drawing:
-    """The loss over steps, and over seconds beside it: what an update is worth, and what it takes.
+    """Draw the loss over steps, and next to it over seconds.
 
     Args:
-        runs: by label; several runs of a label, under other seeds, are their median in a band from the lowest to the highest. Of all of
-            them held-out losses are drawn, if each run has evaluated, and else the mean over trainers of their batches' losses, averaged
-            over a thirtieth of the run. Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
-        target: a held-out loss to draw a line at, where such losses are drawn.
+        runs: runs by label. Several runs per label, with different seeds, are drawn as their median in a
+            band from the lowest to the highest. If every run has evaluated, held-out losses are drawn;
+            otherwise the mean over trainers of their batches' losses, averaged over a thirtieth of the run.
+            Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
+        target: held-out loss at which to draw a line, if such losses are drawn.
 
     Raises ``ConfigError`` for a run without losses.
     """
@@ -175,9 +176,10 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
 
 
 def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], target: float | None) -> Drawing:
-    """The loss of each run to a target, a line a seed; seconds are steps times those of a step.
+    """Draw the loss of each run to a target, one line per seed. Seconds are steps times seconds per step.
 
-    ``arms``: label, seconds of a step, and runs of each strategy. Raises ``ConfigError`` for a run without losses.
+    ``arms``: label, seconds per step, and runs of each strategy. Raises ``ConfigError`` for a run without
+    losses.
     """
     losses = [
         part
@@ -192,10 +194,13 @@ def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], targe
 
 
 def scaling(found: Sizes | pd.DataFrame) -> Drawing:
-    """Samples a second over trainers beside the ideal; below, efficiency, and money where there is a price.
+    """Draw samples per second over trainers next to the ideal.
 
-    ``found``: what ``tune --simulate-only --sweep`` found, or a table with ``trainers`` and ``samples_per_s``, such as a sweep's, and if
-    there are several lines their ``label``. The ideal, and an efficiency of 100 %, are as many samples a trainer as at a line's first row.
+    Below, efficiency, and cost if there is a price.
+
+    ``found``: result of ``tune --simulate-only --sweep``, or a table with ``trainers`` and ``samples_per_s``,
+    such as a sweep's, plus ``label`` if there are several lines. The ideal, and an efficiency of 100 %, is
+    the number of samples per trainer in a line's first row.
     """
     data, title = (found, "") if isinstance(found, pd.DataFrame) else (_of_sizes(found), f"{found.name}: SIMULATED, {found.compute}")
     data = data if "label" in data else data.assign(label="samples per second")
@@ -225,9 +230,10 @@ def scaling(found: Sizes | pd.DataFrame) -> Drawing:
 
 
 def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: str | None = None, **labels: str) -> Drawing:
-    """One column over another, on a logarithmic x: a line for each value of the column ``by``.
+    """Draw one column over another with a logarithmic x axis: one line for each value of the column ``by``.
 
-    ``bound``: a column that no value should pass, drawn dotted. ``labels``: ``xlabel``, ``ylabel``, ``title`` of the axes.
+    ``bound``: column that no value should exceed, drawn dotted. ``labels``: ``xlabel``, ``ylabel``, ``title``
+    of the axes.
     """
     figure = _figure(3.8, table[[name for name in (by, x, y, bound) if name is not None]])
     axes = figure.subplots()
@@ -247,10 +253,10 @@ def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: st
 
 
 def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) -> Drawing:
-    """Mean step time in ms, or seconds to a target, as it is, and with one thing changed, a row a change: what the time hangs on.
+    """Draw the mean step time in ms, or the seconds to a target, unchanged and with one change per row.
 
-    ``found``: an answer by simulation alone, whose rows that change the answer are marked; what ``what_if`` found; or a table of seconds,
-    the first row as it is, with a column for each strategy.
+    ``found``: an answer by simulation alone, with marks at rows that change the answer; the result of
+    ``what_if``; or a table of seconds with a column for each strategy, whose first row is unchanged.
     """
     if isinstance(found, pd.DataFrame):
         table = found
@@ -281,10 +287,11 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
 
 
 def residuals(found: Mapping[str, tuple[RunResult, RunResult]] | pd.DataFrame, band_percent: float | None = None) -> Drawing:
-    """By how much predicted times miss the measured ones, in per cent over the measured time.
+    """Draw the errors of predicted times in per cent over the measured time.
 
-    ``found``: simulated and real runs by label; or a table with ``measured_s`` and ``predicted_s``, and ``group`` if there are several.
-    ``band_percent``: what two measurements differ by, or what was claimed: drawn as a band around 0.
+    ``found``: simulated and real runs by label; or a table with ``measured_s`` and ``predicted_s``, plus
+    ``group`` if there are several. ``band_percent``: difference between two measurements, or the claimed
+    error, drawn as a band around 0.
     """
     if isinstance(found, pd.DataFrame):
         data = found
@@ -308,7 +315,7 @@ def residuals(found: Mapping[str, tuple[RunResult, RunResult]] | pd.DataFrame, b
 
 
 def data_uri(figure: Figure) -> str:
-    """The figure as an SVG in a ``data:`` URI; equal figures give equal text."""
+    """Return the figure as an SVG in a ``data:`` URI; equal figures give equal text."""
     buffer = io.BytesIO()
     with mpl.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -322,7 +329,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def _text(label: object) -> str:
-    """A label that holds names of others, in which matplotlib finds no formula."""
+    """Return a label that contains user-given names, escaped so that matplotlib finds no formula."""
     return str(label).replace("$", "\\$")
 
 
@@ -334,7 +341,7 @@ def _figure(height: float, data: pd.DataFrame) -> Drawing:
 
 
 def _finish(axes: Axes, *, above: bool = False, legend: bool = True) -> None:
-    """A grid of thin lines below the data, and the legend, ``above`` the axes or within."""
+    """Add a thin grid below the data, and the legend, ``above`` the axes or inside."""
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     handles, _ = axes.get_legend_handles_labels()
@@ -345,14 +352,14 @@ def _finish(axes: Axes, *, above: bool = False, legend: bool = True) -> None:
 
 
 def _thousands(axis: Axis) -> None:
-    """Of a logarithmic axis: 100, 200, 500, 1,000, ..."""
+    """Set ticks of a logarithmic axis at 100, 200, 500, 1,000, ..."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:,.0f}")
     axis.set_minor_locator(NullLocator())
 
 
 def _bars(table: pd.DataFrame, label: str, hatches: Sequence[str], **options: Any) -> Drawing:
-    """Horizontal bars, the table's first row on top."""
+    """Draw horizontal bars, the table's first row on top."""
     figure = _figure(1.1 + 0.34 * max(table.size if "xerr" in options else len(table), 1), table)
     with mpl.rc_context(_STYLE):
         axes = table.plot.barh(ax=figure.subplots(), width=0.7, xlabel=label, edgecolor="white", linewidth=0.4, **options)
@@ -365,14 +372,14 @@ def _bars(table: pd.DataFrame, label: str, hatches: Sequence[str], **options: An
 
 
 def _over_seeds(label: str, runs: Sequence[RunResult], *, is_held_out: bool) -> pd.DataFrame:
-    """The median of the runs at the steps that all of them have, with the lowest and highest loss."""
+    """Return the median of the runs at the steps that all of them have, with the lowest and highest loss."""
     each = pd.concat([_losses(label, run, is_held_out=is_held_out) for run in runs]).groupby("step")
     found = each[["seconds", "loss"]].median().assign(low=each["loss"].min(), high=each["loss"].max(), label=label)
     return found[each.size() == len(runs)].reset_index()
 
 
 def _losses(label: str, run: RunResult, *, is_held_out: bool) -> pd.DataFrame:
-    """Label, step, seconds from the first counted start to the step's end on the last rank, and the loss."""
+    """Return label, step, loss, and seconds from the first counted start to the end on the last rank."""
     steps = run.steps[run.steps["step"] >= 1]
     ends = (steps["start_s"] + steps[list(PARTS)].sum(axis=1)).groupby(steps["step"]).max() - steps["start_s"].min()
     loss = steps.groupby("step")["loss"].mean().rolling(max(1, len(ends) // 30), min_periods=1).mean()

@@ -1,4 +1,4 @@
-"""What the folder of a profile holds."""
+"""The folder of a profile."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,10 +17,11 @@ from fleetbench.store import new_folder
 
 
 def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
-    """Write a profile below ``root``; its folder.
+    """Write a profile below ``root``, and return its folder.
 
-    ``experiment.toml`` is what was profiled, ``profile.toml`` and ``cluster.toml`` what was measured, and the file that
-    ``Profile.experiment_file`` names is the experiment with both, for `fleetbench sim`.
+    ``experiment.toml`` is the profiled experiment, ``profile.toml`` and ``cluster.toml`` are the
+    measurements. The file named by ``Profile.experiment_file`` is the experiment with both, for ``fleetbench
+    sim``.
     """
     with new_folder(experiment, "profile", root) as (folder, _):
         experiment.save(folder / "experiment.toml")
@@ -34,10 +35,10 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
 
 
 def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
-    """The cluster as `sim` is to believe it: with the measured link, and measured stragglers before declared ones."""
+    """Return the cluster for ``sim``: with the measured link, and measured stragglers first."""
     changes: dict[str, Any] = {}
     if profile.communication is not None:
-        measured = dataclasses.replace(profile.communication.link, payload=True)  # headers are not taken off what was measured
+        measured = dataclasses.replace(profile.communication.link, payload=True)  # headers are already subtracted from a measured bandwidth
         changes["inter" if profile.communication.between == "nodes" else "intra"] = measured
     if profile.stragglers is not None:
         changes["stragglers"] = (*profile.stragglers.entries, *cluster.stragglers)
@@ -45,7 +46,7 @@ def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
 
 
 def steps_of(runs: Mapping[str, RunResult]) -> pd.DataFrame:
-    """The steps of every leg, with its name in front."""
+    """Return the steps of all legs, with the leg's name as the first column."""
     parts = [run.steps.assign(leg=name) for name, run in runs.items()]
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"leg": []})
     return table[["leg", *(column for column in table.columns if column != "leg")]]

@@ -17,27 +17,27 @@ _SPELLINGS = (units.milliseconds, units.seconds, units.percent, units.number, un
 
 
 def write_report(folder: Path) -> Path:
-    """Write ``report.html`` into the folder of a tuning or of a run, whole or not at all, and return its path.
+    """Write ``report.html`` atomically into the folder of a tuning or of a run, and return its path.
 
-    Raises ``ConfigError`` for a folder that is neither, and ``EnvironmentLacks`` where the disk refuses.
+    Raises ``ConfigError`` for a folder that is neither, and ``EnvironmentLacks`` if writing fails.
     """
     return save_report(read_report(Path(folder)), Path(folder))
 
 
 def save_report(report: Report, folder: Path) -> Path:
-    """Write a report that is read already; see ``write_report``."""
+    """Write a report that is already read; see ``write_report``."""
     write_whole(path := folder / "report.html", render(report))
     return path
 
 
 def render(report: Report) -> str:
-    """The page's text."""
+    """Return the page's text."""
     shown = {"losses": _losses(report.tune), "pictures": _pictures(report)}
     return page_of("report.html", report=report, tune=report.tune, **shown, dash=units.NONE)
 
 
 def page_of(template: str, **values: object) -> str:
-    """A page of this package's template."""
+    """Return a page from a template of this package."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {spell.__name__: spell for spell in _SPELLINGS}
     text = resources.files("fleetbench.report").joinpath(template).read_text(encoding="utf-8")
@@ -45,7 +45,10 @@ def page_of(template: str, **values: object) -> str:
 
 
 def _losses(tune: TuneView | None) -> str | None:
-    """``data:`` URI of the losses on the way to the target; none where both strategies train alike, or no losses are stored."""
+    """Return a ``data:`` URI of the losses on the way to the target.
+
+    None if both strategies train the same way, or if no losses are stored.
+    """
     if tune is None or not tune.to_target or not all(runs for *_, runs in tune.to_target):
         return None
     with suppress(ConfigError):  # emulated trainers have no losses
@@ -54,7 +57,7 @@ def _losses(tune: TuneView | None) -> str | None:
 
 
 def _pictures(report: Report) -> list[tuple[str, str, str]]:
-    """Title, caption and ``data:`` URI of every figure that the data allow."""
+    """Return title, caption and ``data:`` URI of every figure that the data allow."""
     drawn: list[tuple[str, str, Figure]] = []
     tune = report.tune
     if tune is not None and tune.recommendation.arms:

@@ -1,4 +1,4 @@
-"""What a report shows, as one value: built from a tuning's folder or from a single run's."""
+"""Content of a report as one value, built from a tuning's folder or from a single run's."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from tuner.notes import Note, left_out
 from tuner.recommendation import Arm, Recommendation, Trial
 
 SPLIT = ("compute", "wait", "exposed communication", "update", "other")
-"""What a step is made of, in the order of ``Summary``'s five means."""
+"""Parts of a step, in the order of ``Summary``'s five means."""
 
 DEFAULT = "default"
 _EXECUTORS = {"sim": "simulated", "real": "real"}
@@ -27,47 +27,56 @@ _EXECUTORS = {"sim": "simulated", "real": "real"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneView:
-    """What only a tuning has."""
+    """Content that only a tuning has."""
 
     recommendation: Recommendation
+    """The recommendation as stored."""
     chosen: str
     """Name of the recommended arm."""
     min_gain: float
-    """USE needs the interval's lower end above 1 + ``min_gain``."""
+    """Least gain: USE requires the lower end of the interval to exceed 1 + ``min_gain``."""
     answer: Answer
+    """The answer as formatted for readers."""
     to_target: tuple[tuple[str, float, tuple[RunResult, ...]], ...]
-    """Heading of the default and of the other strategy, seconds of a step, and the stored runs to the target."""
+    """Heading, seconds per step, and stored runs to the target, of the default and of the other strategy."""
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The search, best trial first; a repeated trial stands after the one it repeats."""
+        """Trials of the search, the best first; a repeated trial follows the one it repeats."""
         return tuple(sorted(self.recommendation.trials, key=lambda trial: (trial.simulated_s, trial.repeated, trial.number)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One report."""
+    """Content of one report."""
 
     name: str
+    """Name of the experiment."""
     headline: str
-    """The verdict line, or what the run took."""
+    """Verdict line of a tuning, or the time that a run took."""
     good: bool
-    """Whether the headline says that something was gained."""
+    """Whether the headline reports a gain."""
     experiment: str
-    """Digest."""
+    """Digest of the experiment."""
     tune: TuneView | None = None
+    """Content of a tuning; none for a single run."""
     splits: pd.DataFrame
-    """Mean seconds of a step, a row for each strategy and executor and a column for each of ``SPLIT``."""
+    """Mean seconds per step, with a row for each strategy and executor and a column for each of ``SPLIT``."""
     summary: tuple[tuple[str, str], ...] = ()
-    """Of a single run: every key of its summary, spelled."""
+    """Every key of a single run's summary, formatted."""
     skipped: tuple[tuple[str, str], ...]
-    """What was not realised, and why, each once."""
+    """Lines of the experiment that were not realised, with reasons, without repetition."""
     notes: tuple[Note, ...] = ()
+    """Notes about what the report leaves out."""
     environment: tuple[tuple[str, str], ...]
+    """Machine, device and versions of the run."""
 
 
 def read_run(folder: str | Path) -> RunResult:
-    """A stored run. Raises ``ConfigError`` for a folder that is none, is incomplete or damaged, or keeps no table of steps."""
+    """Read a stored run.
+
+    Raises ``ConfigError`` for a folder that is no run, is incomplete or damaged, or has no table of steps.
+    """
     run = load_run(folder)
     if run.steps.empty:
         raise ConfigError(
@@ -79,7 +88,10 @@ def read_run(folder: str | Path) -> RunResult:
 
 
 def read_report(folder: Path) -> Report:
-    """The report of a tuning's folder (with a ``recommendation.json``) or of a run folder. Raises ``ConfigError`` for any other."""
+    """Read the report of a tuning's folder (with a ``recommendation.json``) or of a run folder.
+
+    Raises ``ConfigError`` for any other folder.
+    """
     if not folder.is_dir():
         raise ConfigError("no such folder", str(folder), hint="name a run folder, or the folder of a tuning")
     if (folder / "recommendation.json").is_file():
@@ -88,7 +100,7 @@ def read_report(folder: Path) -> Report:
 
 
 def splits_of(runs: Mapping[str, Sequence[RunResult]]) -> pd.DataFrame:
-    """Mean seconds of a step: a row a label, over the counted steps of all of its runs, and a column for each of ``SPLIT``."""
+    """Return mean seconds per step of each label's runs, with a column for each of ``SPLIT``."""
     rows = []
     for several in runs.values():
         means = [run.summary for run in several]
@@ -143,7 +155,7 @@ def _tune_report(folder: Path) -> Report:
 
 
 def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str, RunResult], list[Note]]:
-    """The tuning's runs by their names, and a note where some cannot be read any more."""
+    """Return the tuning's runs by name, and a note if some can no longer be read."""
     runs, missing, num = {}, list[ConfigError](), len(recommendation.runs)
     for name in recommendation.runs:
         try:
@@ -162,7 +174,7 @@ def _to_target(
 
 
 def _by_arm(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> dict[str, list[RunResult]]:
-    """What is stored of every arm: its simulated run, then its real legs together."""
+    """Return the stored runs of every arm: its simulated run, then its real legs together."""
     found: dict[str, list[RunResult]] = {}
     for arm in arms:
         for executor, names in (("simulated", (arm.simulated_run,)), ("real", arm.measured_runs)):
@@ -176,7 +188,7 @@ def _skipped(runs: Sequence[RunResult]) -> tuple[tuple[str, str], ...]:
 
 
 def _environment(runs: Sequence[RunResult]) -> tuple[tuple[str, str], ...]:
-    """Machine, device and versions of the first real run (of the first at all, where all are simulated)."""
+    """Return machine, device and versions of the first real run, or of the first run if all are simulated."""
     run = next((run for run in runs if run.summary.executor != "sim"), runs[0])
     settings = run.experiment.run
     rows = [("launcher", settings.launcher), ("device", settings.device), ("backend", settings.backend), ("seed", str(settings.seed))]

@@ -1,4 +1,4 @@
-"""The answer of ``fleetbench why`` as text, JSON and HTML: parts of a step, causes with their remedies, and a conclusion."""
+"""The answer of ``fleetbench why`` as text, JSON and HTML: parts of a step, causes, remedies, conclusion."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _LABELS: dict[Kind, str] = {
     "idle": "the device waits for its host",
 }
 _LEAST = 0.01
-"""Smallest share of a step that has a line of its own."""
+"""Smallest share of a step that gets its own line."""
 _CHANGED = 0.02
-"""Smallest change of a part that is told, as a share of the older step."""
+"""Smallest change of a part that is reported, as a share of the older step."""
 _OF_CAUSE = ("name", "what", "remedy", "trains_differently", "simulated_s", "tried")
-"""Fields of a cause that its JSON has."""
+"""Fields of a cause that its JSON includes."""
 _NOTHING = 0.9
-"""Share of what the ranks could do from which nothing is wrong, if no remedy is known."""
+"""Efficiency from which nothing is considered wrong if no remedy is known."""
 
 
 def text_of(found: Explanation, width: int) -> str:
-    """The answer, wrapped to so many columns."""
+    """Return the answer, wrapped to ``width`` columns."""
     shares = found.shares
     hosts = "" if found.hosts is None else f" on {counted(found.hosts, 'host')}"
     head = f"{counted(found.ranks, 'rank')}{hosts}, {counted(shares.num_steps, 'step')}, {found.seconds:.0f} s"
@@ -81,7 +81,7 @@ def _step(found: Explanation) -> str:
 
 
 def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]]:
-    """Seconds per step, what they go into, and the causes that say why; the largest first, compute before all."""
+    """Yield seconds per step, label and causes of each part; compute first, then the largest."""
     rows: Counter[str] = Counter()
     causes: defaultdict[str, dict[Cause, None]] = defaultdict(dict)
     for share in found.shares.shares:
@@ -96,14 +96,14 @@ def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]
 
 
 def _label(share: Share, waits: str) -> str:
-    """Label of a share's line; ``waits``: of time in which ranks wait for others."""
+    """Return the label of a share's line; ``waits`` is the label of time in which ranks wait for others."""
     if share.period is not None:
         return "work in some steps only"
     return _LABELS[share.kind] if share.rank is None else waits
 
 
 def gain_of(cause: Cause, found: Explanation) -> str:
-    """Sentence about a remedy's gain, tried or else simulated."""
+    """Return a sentence about a remedy's gain: tried, or else simulated."""
     if cause.tried is not None:
         return f"tried here: {cause.tried}{'' if cause.tried.helps else ': no gain is sure'}"
     if cause.simulated_s is not None:
@@ -114,7 +114,7 @@ def gain_of(cause: Cause, found: Explanation) -> str:
 
 
 def conclusion_of(found: Explanation) -> str:
-    """The last line: what all remedies come to, or that nothing is wrong."""
+    """Return the last line: the gain of all remedies together, or that nothing is wrong."""
     can = "" if found.efficiency is None else f"{100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
     if not any(cause.remedy for cause in found.causes):
         if found.efficiency is not None and found.efficiency >= _NOTHING:
@@ -128,7 +128,7 @@ def conclusion_of(found: Explanation) -> str:
 
 
 def data_of(found: Explanation) -> dict[str, Any]:
-    """The answer as plain data, times in seconds; what ``--json`` prints and ``--against`` reads."""
+    """Return the answer as plain data, times in seconds: what ``--json`` prints and ``--against`` reads."""
     return {
         "command": found.command,
         "ranks": found.ranks,
@@ -153,7 +153,10 @@ def data_of(found: Explanation) -> dict[str, Any]:
 
 
 def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds per step by which parts have changed since an older answer, from 2 % of its step on; both as ``data_of`` gives them."""
+    """Return the changes of parts in seconds per step since an older answer, from 2 % of its step on.
+
+    Both answers are as ``data_of`` returns them.
+    """
     changed: Counter[str] = Counter()
     for each, sign in ((found, 1), (old, -1)):
         for share in each["shares"]:
@@ -169,7 +172,7 @@ def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str,
 
 
 def text_of_changes(since: Mapping[str, Any], width: int) -> str:
-    """``changes_since`` for a terminal."""
+    """Format ``changes_since`` for a terminal."""
     before_s, step_s = since["step_s"]
     lines = [f"since then: a step takes {milliseconds(before_s)} -> {milliseconds(step_s)} ms ({100 * since['slower']:+.1f} %)"]
     lines += [] if since["is_same_job"] else ["  note: that was another command, or another number of ranks"]
@@ -179,7 +182,7 @@ def text_of_changes(since: Mapping[str, Any], width: int) -> str:
 
 
 def write_page(found: Explanation, folder: Path) -> Path:
-    """Write ``why.html`` into a folder: the answer, and one step across ranks as a picture; its path."""
+    """Write ``why.html``: the answer, and a picture of one step across ranks. Returns its path."""
     steps = pd.DataFrame(found.step, columns=["rank", "name", "start_s", "duration_s"]).assign(stream="step", row=0)
     page = page_of(
         "why.html",

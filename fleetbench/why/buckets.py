@@ -1,4 +1,4 @@
-"""Buckets of DistributedDataParallel: which gradients travel together, and when each bucket is ready."""
+"""Buckets of DistributedDataParallel: which gradients are sent together, and when each bucket is ready."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from fleetbench.quantities import MIB
 from fleetbench.why.observed import Readiness
 
 FIRST_CAP_MB, CAP_MB = 1.0, 25.0
-"""Torch's defaults, in MiB."""
+"""Torch's default caps of the first and of other buckets, in MiB."""
 
 
 class DdpBucket(NamedTuple):
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
     nbytes: int
+    """Bytes of the gradients."""
     ready_ns: int
-    """From the backward's start until its last gradient is ready."""
+    """Nanoseconds from the start of the backward until the last gradient is ready."""
 
 
 def buckets_of(found: Readiness, cap_mb: float | None) -> list[DdpBucket]:
-    """The buckets that DDP makes after its first step. ``cap_mb``: MiB; none: torch's default, whose first bucket is smaller.
+    """Return the buckets that DDP forms after its first step.
 
-    Gradients are taken in the order in which they are ready; a bucket is closed as soon as it has as many bytes as its cap. Source:
+    ``cap_mb`` is in MiB; none: torch's default, with a smaller first bucket. Gradients are added in the order
+    in which they are ready; a bucket is closed as soon as it has as many bytes as its cap. Source:
     ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
     """
     order = sorted(range(len(found.names)), key=lambda index: found.ready_ns[index])

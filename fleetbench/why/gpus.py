@@ -1,4 +1,4 @@
-"""How a host's GPUs are connected, as nvidia-smi says. Source: ``nvidia-smi topo --help``."""
+"""Connections of a host's GPUs, as nvidia-smi reports them. Source: ``nvidia-smi topo --help``."""
 
 import collections
 import itertools
@@ -11,25 +11,28 @@ from dataclasses import dataclass
 from fleetbench.config import Config
 
 _NVIDIA_SMI_S = 20.0
-"""Seconds for nvidia-smi to answer: without persistence mode it starts the driver first."""
+"""Seconds to wait for nvidia-smi. Without persistence mode it starts the driver first."""
 _CLOSEST = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Paths between a GPU and a network adapter, the shortest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus(Config):
-    """How the GPUs of a host are connected."""
+    """Connections of a host's GPUs."""
 
     paths: dict[str, int]
-    """Pairs of GPUs by what lies between them: ``{"NV18": 28}``; the words are nvidia-smi's."""
+    """Number of pairs of GPUs by the path between them: ``{"NV18": 28}``; the words are nvidia-smi's."""
     adapters: dict[str, int]
-    """GPUs by what lies between them and the closest network adapter: ``{"PIX": 8}``."""
+    """Number of GPUs by the path to the closest network adapter: ``{"PIX": 8}``."""
     nvlink_bytes_per_s: float | None = None
-    """Rate of all NVLinks of the GPU that has the fewest, in one direction."""
+    """Bytes per second of all NVLinks together in one direction, of the GPU with the fewest."""
 
 
 def gpus_of_host() -> Gpus | None:
-    """This host's GPUs as nvidia-smi describes them, after a second or more; none without it, or without GPUs."""
+    """Return this host's GPUs according to nvidia-smi, after a second or more.
+
+    None without it, or without GPUs.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -43,7 +46,10 @@ def gpus_of_host() -> Gpus | None:
 
 
 def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
-    """What ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s`` print; None where the first names no GPU."""
+    """Parse the output of ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s``.
+
+    None if the first names no GPU.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # the headings are underlined
     rows = [words for line in plain.splitlines() if (words := line.split())]
     heading: Sequence[str] = next((words for words in rows if words[0] == "GPU0" and words[1:2] != ["X"]), ())
@@ -62,7 +68,7 @@ def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
 
 
 def _nvlink(text: str) -> float | None:
-    """The sum of a GPU's active links: ``Link 0: 26.562 GB/s`` below ``GPU 0: ...``."""
+    """Return the smallest sum of a GPU's active links: ``Link 0: 26.562 GB/s`` below ``GPU 0: ...``."""
     parts = re.split(r"^GPU \d+:", text, flags=re.MULTILINE)[1:]
     sums = [sum(float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", part)) for part in parts]
     return min(sums) * 1e9 if sums and min(sums) > 0 else None

@@ -1,4 +1,4 @@
-"""Idle time of a device, by its cause: its host waits for it before it launches more, or launches too late."""
+"""Idle time of a device, by cause: its host waits for it before launching more work, or launches too late."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fleetbench.spans import Spans, lengths, union
 _LIBRARY = re.compile(
     r"^(torch/|<|nn\.Module: )|/(torch|site-packages|dist-packages|lib/python[\d.]+|torchinductor_\w+)/",
 )
-"""Calls that are no code of the user's."""
+"""Pattern of calls that are not the user's code."""
 _MODULE = re.compile(r"\(\d+\): <module>$")
-"""The end of a script's own name: its line is the one where the profiler began."""
+"""Pattern of the end of a script's own name; its line is the one where the profiler started."""
 _NEAR = 8
-"""Number of the host's last waits before a gap, among which is the one that made it."""
+"""Number of the host's waits before a gap among which the cause is searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWait:
-    """An idle device after its host has waited for it, and so had launched nothing more."""
+    """Waits of the host for its device, after which the device was idle because nothing more was launched."""
 
     operator: str
-    """As ``aten::item``; the call of the device's runtime if no operator made it."""
+    """Operator, as ``aten::item``; the device runtime's call if no operator made it."""
     caller: str
-    """The innermost function of the user's code, and its first line, as ``train.py(12): step``; or empty."""
+    """Innermost function of the user's code, with its first line, as ``train.py(12): step``; or empty."""
     idle_s: float
-    """Idle seconds per step after it, mean over ranks and steps."""
+    """Idle seconds per step after the wait, mean over ranks and steps."""
     per_step: float
     """Number of these waits per rank and step."""
 
@@ -41,19 +41,20 @@ class Idle:
     """Idle seconds per step, mean over ranks and steps."""
 
     host_waits: tuple[HostWait, ...]
+    """Idle time after waits of the host, by operator and caller."""
     launched_s: float
-    """Before kernels that were launched in time."""
+    """Idle seconds before kernels that were launched in time."""
     late_s: float
-    """Before kernels that were launched late, but not after a wait of the host's."""
+    """Idle seconds before kernels that were launched late, but not after a wait of the host."""
     late_in: str
-    """The user's function that the host was in for most of ``late_s``; empty if unknown."""
+    """User function that the host was in for most of ``late_s``; empty if unknown."""
 
 
 def idle_causes(parts: Sequence[tuple[Trace, Spans, Spans]], num: int) -> Idle:
     """Divide idle time by its cause.
 
-    ``parts``: traces with kernels, each with the moments in which its device is idle, and those in which it
-    is idle while a DataLoader works. ``num``: ranks times steps, for the means.
+    ``parts``: traces with kernels, each with the times in which its device is idle, and those in which it is
+    idle while a DataLoader works. ``num``: ranks times steps, for the means.
     """
     waited, times, late_in = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[str]()
     launched_ns = late_ns = 0
@@ -102,7 +103,7 @@ def idle_causes(parts: Sequence[tuple[Trace, Spans, Spans]], num: int) -> Idle:
 
 
 def _callers(calls: Sequence[Call], waits: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Operator and caller of each wait, as in ``HostWait``."""
+    """Yield operator and caller of each wait, as in ``HostWait``."""
     open_calls, found = defaultdict[str, list[Call]](list), dict[Call, tuple[str, str]]()
     wanted = set(waits)
     for call in sorted({*calls, *waits}, key=lambda call: (call.begin, -call.end)):

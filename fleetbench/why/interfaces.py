@@ -1,4 +1,4 @@
-"""What a host's network hardware should carry, and what its processes use, without torch.
+"""Network hardware of a host, and the interfaces that its processes use; without torch.
 
 Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net; tcp_info in
 linux/tcp.h.
@@ -22,7 +22,7 @@ from fleetbench.why.gpus import Gpus
 SYSFS = Path("/sys")
 LOOPBACK = "lo"
 _TCP_BYTES_ACKED = slice(120, 128)
-"""Where ``tcp_info`` has ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
+"""Bytes of ``tcp_info`` that hold ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,11 @@ class Interface(Config):
 
     name: str
     addresses: tuple[str, ...]
-    """With their prefix, such as ``10.0.0.1/24``; IPv4 first, link-local ones left out."""
+    """Addresses with their prefix, such as ``10.0.0.1/24``; IPv4 first, without link-local ones."""
     mtu: int | None = None
     """Bytes of the largest packet."""
     speed: BitsPerSecond | None = None
-    """What the driver says; None where it does not, as of virtual devices."""
+    """Speed according to the driver; none if it gives none, as for virtual devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,60 +45,67 @@ class Port(Config):
     name: str
     """Adapter and port as NCCL_IB_HCA takes them: ``mlx5_0:1``."""
     link_layer: str
-    """``InfiniBand`` or ``Ethernet`` (RoCE)."""
+    """Link layer: ``InfiniBand`` or ``Ethernet`` (RoCE)."""
     state: str
-    """``ACTIVE``, ``DOWN``, ``INIT`` or ``ARMED``."""
+    """State: ``ACTIVE``, ``DOWN``, ``INIT`` or ``ARMED``."""
     rate: BitsPerSecond | None = None
+    """Rate according to the driver; none if it gives none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host(Config):
-    """What one host has for its ranks to communicate by."""
+    """Hardware of one host through which its ranks can communicate."""
 
     name: str
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
     gpus: Gpus | None = None
-    """None without nvidia-smi or without GPUs, and where nobody has asked."""
+    """Connections of GPUs; none without nvidia-smi or GPUs, and if not requested."""
 
     @property
     def has_infiniband(self) -> bool:
-        """Whether NCCL could use an adapter's port, InfiniBand or RoCE."""
+        """Whether NCCL could use a port of an adapter, InfiniBand or RoCE."""
         return any(port.state == "ACTIVE" for port in self.ports)
 
     def interface(self, name: str | None) -> Interface | None:
-        """The interface of that name."""
+        """Return the interface with this name."""
         return next((found for found in self.interfaces if found.name == name), None)
 
 
 def this_host(sysfs: Path = SYSFS) -> Host:
-    """Look at this host, but for its GPUs; ``sysfs`` is where it is mounted."""
+    """Return this host without its GPUs; ``sysfs`` is where sysfs is mounted."""
     return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs))
 
 
 def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
-    """Those that are up and have an address; psutil's state where sysfs shows another network namespace."""
+    """Return the interfaces that are up and have an address.
+
+    Their state comes from psutil if sysfs shows another network namespace.
+    """
     found, known = [], psutil.net_if_stats()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         folder = sysfs / "class/net" / name
         state = _text(folder / "operstate") or ("up" if name in known and known[name].isup else "down")
         read = [_with_prefix(entry.address, entry.netmask) for entry in addresses]
         usable = sorted((each for each in read if each is not None), key=lambda each: ":" in each)
-        if usable and state in ("up", "unknown"):  # the loopback's and many virtual devices' is unknown
+        if usable and state in ("up", "unknown"):  # loopback and many virtual devices report an unknown state
             mtu = _number(folder / "mtu") or (known[name].mtu if name in known else None)
             found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=_speed(folder)))
     return tuple(found)
 
 
 def _speed(folder: Path) -> BitsPerSecond | None:
-    """None of a virtual device above no other, as in containers: it says 10 Gbit/s, whatever carries it."""
+    """Return the speed.
+
+    None for a virtual device above no other, as in containers, which always says 10 Gbit/s.
+    """
     is_real = (folder / "device").exists() or any(folder.glob("lower_*"))
-    speed = _number(folder / "speed") or -1  # which is what many drivers say that do not know
+    speed = _number(folder / "speed") or -1  # many drivers return -1 if they do not know
     return BitsPerSecond(speed * 10**6) if is_real and speed > 0 else None
 
 
 def _with_prefix(address: str, netmask: str | None) -> str | None:
-    """``10.0.0.1/24`` of what psutil says; None for a link-local address and one that is not IP."""
+    """Return ``10.0.0.1/24`` from psutil's address; none for a link-local or non-IP address."""
     try:
         own = ipaddress.ip_address(address.partition("%")[0])
         bits = int(ipaddress.ip_address(netmask)) if netmask else 0
@@ -125,7 +132,7 @@ def _ports(sysfs: Path) -> tuple[Port, ...]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # the file is missing, or the driver does not know
+    except OSError:  # the file is missing, or the driver has no value
         return ""
 
 
@@ -135,27 +142,31 @@ def _number(path: Path) -> int | None:
 
 
 def bytes_sent() -> Mapping[str, int]:
-    """Bytes acknowledged of this process's established TCP connections, by local address. Linux only."""
+    """Return the acknowledged bytes of this process's established TCP connections, by local address.
+
+    Linux only.
+    """
     sent = collections.Counter[str]()
     if not hasattr(socket, "TCP_INFO"):
         return sent
-    if socket.getdefaulttimeout() is not None:  # a copy of a socket would give it to the socket itself
+    if socket.getdefaulttimeout() is not None:  # with a default timeout, copying a socket would change the timeout of the original
         return sent
     for one in psutil.Process().net_connections(kind="tcp"):
         if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0:
             try:
                 with socket.socket(fileno=os.dup(one.fd)) as copy:
                     told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            except OSError:  # it has been closed in the meantime
+            except OSError:  # the connection has been closed since
                 continue
             sent[one.laddr.ip.removeprefix("::ffff:")] += int.from_bytes(told[_TCP_BYTES_ACKED], "little")
     return sent
 
 
 def interface_of_connections(before: Mapping[str, int] | None = None) -> str | None:
-    """The interface that this process's established TCP connections send most from; None without connections.
+    """Return the interface that this process's TCP connections send most from; none without connections.
 
-    ``before``: an earlier ``bytes_sent()``, to count what was sent since: a collective lies between the two.
+    ``before`` is an earlier ``bytes_sent()``. It restricts the count to bytes sent since, as by a collective
+    in between.
     """
     now = bytes_sent()
     grown = {address: number - (before or {}).get(address, 0) for address, number in now.items()}
@@ -167,10 +178,10 @@ def interface_of_connections(before: Mapping[str, int] | None = None) -> str | N
 
 
 def shared_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """Interfaces other than the loopback by which several hosts should reach one another.
+    """Return the interfaces, except loopback, by which several hosts should reach one another.
 
-    They are up on every host under one name, with different addresses of one subnet: bridges of containers
-    have one address everywhere, and lead nowhere. Empty for a single host, which uses its loopback.
+    They are up on every host under one name, with different addresses in one subnet. (Bridges of containers
+    have the same address everywhere, and connect nothing.) Empty for a single host, which uses its loopback.
     """
     if len(hosts) < 2:
         return ()

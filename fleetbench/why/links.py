@@ -1,4 +1,4 @@
-"""What a process group's links carry, as ``real.why.links`` measures it, and what to do about it."""
+"""Links of a process group, as ``real.why.links`` measures them, and advice on what to do about them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,11 +8,12 @@ from fleetbench.config import Config
 from fleetbench.why.interfaces import LOOPBACK, Host
 
 FASTER = 1.2
-"""Ratio of bus bandwidths from which on another interface is faster, not just measured at a better moment."""
+"""Ratio of bus bandwidths from which another interface counts as faster, rather than measured at a better
+moment."""
 _SLOW = 0.7
-"""A pair of hosts below this share of the better half's bandwidth is slow."""
+"""A pair of hosts is slow below this share of the median bandwidth of the faster half."""
 _UNUSED = 0.5
-"""Below this share of the interface's speed, the link carries less than the hardware should."""
+"""Share of the interface's speed below which the link carries less than the hardware should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +21,9 @@ class Remark(Config):
     """Something that slows the exchange."""
 
     what: str
-    """A sentence."""
+    """A sentence that states the problem."""
     remedy: str
-    """The variable to set or to unset, such as ``GLOO_SOCKET_IFNAME=eth1``, or what else to do."""
+    """Variable to set or unset, such as ``GLOO_SOCKET_IFNAME=eth1``, or another action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,59 +33,67 @@ class AllReduceTime(Config):
     size_bytes: int
     """Bytes that each rank contributes."""
     median_s: float
-    """Median duration on the rank where it is longest."""
+    """Median duration in seconds, on the rank where it is longest."""
     num: int
-    """Repeats, without the warm-up."""
+    """Number of repeats, without the warm-up."""
     algbw_bytes_per_s: float
-    """Size over duration."""
+    """Algorithm bandwidth: size over duration."""
     busbw_bytes_per_s: float
-    """2 (n - 1) / n times that among n ranks, as nccl-tests defines it."""
+    """Bus bandwidth among n ranks, as nccl-tests defines it: 2 (n - 1) / n times the algorithm bandwidth."""
     is_correct: bool
-    """Whether the sum was right."""
+    """Whether the sum was correct."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTime(Config):
-    """Messages between the first ranks of two neighbouring hosts, there and back."""
+    """Round trips of messages between the first ranks of two neighbouring hosts."""
 
     hosts: tuple[int, ...]
-    """Two places in ``Links.hosts``."""
+    """Indices of the two hosts in ``Links.hosts``."""
     size_bytes: int
+    """Bytes of a message."""
     median_s: float
-    """Seconds in one direction: half of the way there and back."""
+    """Seconds in one direction: half of a round trip."""
     bytes_per_s: float
+    """Bytes per second in one direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceTime(Config):
-    """All-reduces of a gloo group that was made over one interface."""
+    """All-reduces of a gloo group that uses one interface."""
 
     name: str
+    """Name of the interface."""
     times: tuple[AllReduceTime, ...] = ()
+    """All-reduces by size; empty after an error."""
     error: str | None = None
-    """Why there was no such group, in gloo's words; None where it was measured."""
+    """Gloo's error if the group could not be made; none if it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links(Config):
-    """What the links of one process group carry, the same value on every rank."""
+    """Links of one process group; the same value on every rank."""
 
     backend: Literal["gloo", "nccl"]
+    """Backend of the group."""
     ranks: int
+    """Number of ranks."""
     hosts: tuple[Host, ...]
-    """In the order of their first ranks."""
+    """Hosts in the order of their first ranks."""
     host_of_rank: tuple[int, ...]
-    """Places in ``hosts``, by rank of the group."""
+    """Index in ``hosts`` of each rank of the group."""
     times: tuple[AllReduceTime, ...]
-    """By size, the smallest first."""
+    """All-reduces, the smallest size first."""
     fit: Link | None = None
-    """The link of a ring that takes as long: latency of a message, bandwidth one way. None for one size."""
+    """Link of a ring that takes as long: latency of a message, bandwidth in one direction. None if only one
+    size was measured."""
     interface: str | None = None
-    """The one that gloo's connections use on most ranks; None of NCCL, and without connections."""
+    """Interface that gloo's connections use on most ranks; none for NCCL, and without connections."""
     pairs: tuple[PairTime, ...] = ()
-    """Of several hosts: each with the next, and the last with the first."""
+    """Round trips between each host and the next, and the last and the first, if there are several."""
     interfaces: tuple[InterfaceTime, ...] = ()
-    """gloo between several hosts: the interface in use, twice, and all others that could be."""
+    """All-reduces of gloo between several hosts over the interface in use, twice, and over all other
+    candidates."""
 
     @property
     def busbw_bytes_per_s(self) -> float:
@@ -93,22 +102,24 @@ class Links(Config):
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Names of the hosts, with an address where two have one name."""
+        """Names of the hosts, with an address if two share a name."""
         names = [host.name for host in self.hosts]
         whole = [f"{host.name} ({self._address(host)})" for host in self.hosts]
         pairs = zip(names, whole, strict=True)
         return tuple(name if names.count(name) == 1 else longer for name, longer in pairs)
 
     def _address(self, host: Host) -> str:
-        """The address of the interface in use, or of another one."""
+        """Return the address of the interface in use, or of another one."""
         others = (found for found in host.interfaces if found.name != LOOPBACK)
         best = host.interface(self.interface) or next(others, None)
         return "no address" if best is None else best.addresses[0].partition("/")[0]
 
     def faster_interface(self) -> tuple[str, float] | None:
-        """The fastest other interface, and its bus bandwidth over that of the one in use; None if not faster.
+        """Return the fastest other interface, and its bus bandwidth over that of the one in use.
 
-        Of several measurements of one interface the fastest counts.
+        None if not faster.
+
+        If an interface was measured several times, the fastest measurement counts.
         """
         speeds: dict[str, float] = {}
         for each in self.interfaces:
@@ -122,7 +133,7 @@ class Links(Config):
 
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:
-    """What slows the group's exchange as far as the measurement tells; empty where nothing does."""
+    """Return what slows the group's exchange, as far as the measurement shows it; empty if nothing does."""
     found = [_other_interface(links), _slow_host(links), _ports_down(links), _below_hardware(links)]
     wrong = [each.size_bytes for each in links.times if not each.is_correct]
     if wrong:
@@ -142,11 +153,11 @@ def _other_interface(links: Links) -> Remark | None:
 
 
 def _slow_host(links: Links) -> Remark | None:
-    """With three hosts or more: the host all of whose pairs are slow, or else the slow pairs."""
+    """With three hosts or more: report the host whose pairs are all slow, or else the slow pairs."""
     if len(links.pairs) < 3:
         return None
     speeds = sorted(pair.bytes_per_s for pair in links.pairs)
-    middle = speeds[-(len(speeds) // 2)]  # of three hosts with a slow one, two of three pairs are slow
+    middle = speeds[-(len(speeds) // 2)]  # with one slow host among three, two of three pairs are slow
     slow = [pair for pair in links.pairs if pair.bytes_per_s < _SLOW * middle]
     if not slow:
         return None
@@ -162,7 +173,7 @@ def _slow_host(links: Links) -> Remark | None:
 
 
 def _ports_down(links: Links) -> Remark | None:
-    """Ports that are active on one host and not on another; those that nobody uses are down on all."""
+    """Report ports that are active on one host and not on another; unused ports are down everywhere."""
     active = {port.name for host in links.hosts for port in host.ports if port.state == "ACTIVE"}
     down = [
         f"{port.name} of {name} is {port.state}"
@@ -177,13 +188,13 @@ def _ports_down(links: Links) -> Remark | None:
 
 
 def _below_hardware(links: Links) -> Remark | None:
-    """Of gloo between hosts: bus bandwidth, which each link of a ring carries, and the slowest interface."""
+    """For gloo between hosts: compare bus bandwidth, the load of a ring link, with the slowest interface."""
     found = [host.interface(links.interface) for host in links.hosts]
     speeds = [interface.speed for interface in found if interface is not None and interface.speed is not None]
     carries = 8 * links.busbw_bytes_per_s
     if len(links.hosts) < 2 or len(speeds) < len(links.hosts) or carries >= _UNUSED * min(speeds):
         return None
     carried, made_for = (f"{rate / 1e9:.3g} Gbit/s" for rate in (carries, min(speeds)))
-    what = f"{links.interface} is made for {made_for}, and the exchange gets {carried} out of it."
+    what = f"{links.interface} supports {made_for}, but the exchange only gets {carried}."
     remedy = "look for other traffic, and on GPUs use backend nccl: gloo copies through the host"
     return Remark(what=what, remedy=remedy)

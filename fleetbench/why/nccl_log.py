@@ -1,4 +1,4 @@
-"""What NCCL 2.18 to 2.28 says of its transports in a job's output with NCCL_DEBUG=INFO.
+"""Transports that NCCL 2.18 to 2.28 reports in a job's output with NCCL_DEBUG=INFO.
 
 Sources: the INFO lines of NCCL's src/transport/{p2p,shm,net,net_ib,net_socket,nvls}.cc, src/init.cc,
 src/misc/param.cc and src/graph/paths.cc; its documentation of environment variables.
@@ -27,31 +27,35 @@ _NVLS = re.compile(r"NVLS multicast support is (not )?available")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transports(Config):
-    """What carries the exchange of a job's communicators."""
+    """Transports of a job's communicators."""
 
     version: str | None = None
-    """Such as ``2.21.5``; rank 0 alone says it."""
+    """Version, such as ``2.21.5``; only rank 0 prints it."""
     network: str | None = None
-    """``IB`` (InfiniBand and RoCE), ``Socket``, or a plugin's name such as ``OFI`` or ``AWS Libfabric``."""
+    """Network: ``IB`` (InfiniBand and RoCE), ``Socket``, or a plugin's name such as ``OFI`` or ``AWS
+    Libfabric``."""
     devices: tuple[str, ...] = ()
-    """``mlx5_0:1/IB`` or ``mlx5_0:1/RoCE``; of sockets the interfaces."""
+    """Devices: ``mlx5_0:1/IB`` or ``mlx5_0:1/RoCE``; interfaces for sockets."""
     connections: dict[str, int] = field(default_factory=dict)
-    """Lines of connected channels by transport: ``P2P/IPC``, ``P2P/CUMEM``, ``P2P/direct pointer``, ``SHM``,
+    """Number of connected channels by transport: ``P2P/IPC``, ``P2P/CUMEM``, ``P2P/direct pointer``, ``SHM``,
     ``NET/IB/GDRDMA``, ``NET/IB``, ``NET/Socket``."""
     channels: tuple[int, ...] = ()
-    """Of each communicator of one process, in their order."""
+    """Number of channels of each communicator of one process, in order."""
     nvls: Literal["used", "unused", "unavailable"] | None = None
-    """NVLink SHARP; None where the log does not say, as with NCCL_NVLS_ENABLE=0."""
+    """NVLink SHARP; none if the log does not mention it, as with NCCL_NVLS_ENABLE=0."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that NCCL says it has read."""
+    """Variables that NCCL reports to have read."""
 
     def of(self, *kinds: str) -> int:
-        """Connections whose transport begins with one of ``kinds``."""
+        """Return the number of connections whose transport begins with one of ``kinds``."""
         return sum(number for kind, number in self.connections.items() if kind.startswith(kinds))
 
 
 def read_nccl_log(text: str) -> Transports | None:
-    """What a job's output says of NCCL, among other lines and after any prefix; None if nothing."""
+    """Parse NCCL's lines in a job's output, among other lines and after any prefix.
+
+    None if there are none.
+    """
     lines = [line for line in text.splitlines() if _INFO in line]
     if not lines:
         return None
@@ -85,16 +89,16 @@ def read_nccl_log(text: str) -> Transports | None:
 
 
 def _transport(via: str) -> str:
-    """``NET/IB/0(3)/GDRDMA/Shared`` is ``NET/IB/GDRDMA``; ``P2P/IPC/read`` is ``P2P/IPC``."""
+    """Shorten ``NET/IB/0(3)/GDRDMA/Shared`` to ``NET/IB/GDRDMA``, ``P2P/IPC/read`` to ``P2P/IPC``."""
     if net := _NET.match(via):
         return f"NET/{net[1]}{net[2] or ''}"
     return "SHM" if via.startswith("SHM") else "/".join(via.split("/")[:2])
 
 
 def remarks(transports: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark, ...]:
-    """What slows NCCL, the largest loss first; empty where nothing does.
+    """Return what slows NCCL, the largest loss first; empty if nothing does.
 
-    ``nodes``: hosts of the job. ``has_infiniband``: whether they have an active InfiniBand or RoCE port.
+    ``nodes``: number of hosts. ``has_infiniband``: whether they have an active InfiniBand or RoCE port.
     """
     between = (_sockets(transports, nodes, has_infiniband), _gdr(transports))
     inside = (_peer_to_peer(transports), _shared_memory(transports, nodes), _nvls(transports))
@@ -103,7 +107,7 @@ def remarks(transports: Transports, nodes: int, has_infiniband: bool) -> tuple[R
 
 
 def _unset(transports: Transports, *names: str) -> str | None:
-    """``unset A B`` of those variables that the log says were set; None where none was."""
+    """Return ``unset A B`` for the variables that were set according to the log; none if none was."""
     were = [name for name in names if name in transports.environment]
     return f"unset {' '.join(were)}" if were else None
 
@@ -125,7 +129,7 @@ def _sockets(transports: Transports, nodes: int, has_infiniband: bool) -> Remark
 
 
 def _gdr(transports: Transports) -> Remark | None:
-    """GPUDirect RDMA: where a single connection has it, the others lack it by design (NCCL_NET_GDR_READ)."""
+    """Check GPUDirect RDMA. If one connection has it, the others lack it by design (NCCL_NET_GDR_READ)."""
     plain = transports.of("NET/") - transports.of("NET/Socket")
     if not plain or any(kind.endswith("/GDRDMA") for kind in transports.connections):
         return None
@@ -178,6 +182,6 @@ def _channels(transports: Transports) -> Remark | None:
 
 
 def _forced(transports: Transports) -> list[Remark]:
-    """Choices that NCCL makes by size and topology unless a variable makes them."""
+    """Report choices that NCCL would make by size and topology if variables did not make them."""
     made = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if name in transports.environment]
     return [Remark(what=f"{name} takes a choice from NCCL.", remedy=f"unset {name}") for name in made]

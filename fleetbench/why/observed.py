@@ -1,4 +1,4 @@
-"""Observed: what the ranks of a job have seen of their own steps, as plain data."""
+"""Observed: what the ranks of a job have recorded about their own steps, as plain data."""
 
 from __future__ import annotations
 
@@ -10,91 +10,108 @@ from fleetbench.config import Config, decode
 from fleetbench.why.shares import Kind
 
 Library = Literal["", "Trainer", "Accelerate", "Lightning", "fleet"]
-"""Library that has wrapped a script's model; empty: the script itself did."""
+"""Library that wrapped a script's model; empty if the script did so itself."""
 
 
 class Event(NamedTuple):
-    """What the main thread of a rank did for a while; events of a rank lie beside or inside each other."""
+    """A period in which a rank's main thread did one thing. Events of a rank are disjoint or nested."""
 
     kind: Kind
+    """Kind of work."""
     start_ns: int
-    """Nanoseconds of rank 0's clock, as all times here."""
+    """Start in nanoseconds of rank 0's clock, like all times here."""
     end_ns: int
+    """End in nanoseconds."""
     computed_ns: int = 0
-    """Of a backward that exchanges gradients: when the last of them was computed. 0: it exchanges nothing."""
+    """Time at which the last gradient was computed, for a backward that exchanges gradients. 0: it exchanges
+    nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Config):
-    """A model of DistributedDataParallel, or of ``fully_shard``, and its own settings."""
+    """A model of DistributedDataParallel or ``fully_shard``, with its settings."""
 
     nbytes: int
     """Bytes of all gradients."""
     bucket_nbytes: tuple[int, ...] = ()
-    """Bytes of each bucket, in the order of their exchange, after the first step; or of each unit of ``fully_shard``, the model first."""
+    """Bytes of each bucket after the first step, in the order of their exchange; or of each unit of
+    ``fully_shard``, the model first."""
     gathered_nbytes: int = 0
-    """Bytes of the parameters that ``fully_shard`` gathers for a forward; 0: the model is DDP's."""
+    """Bytes of the parameters that ``fully_shard`` gathers for a forward; 0 for DDP."""
     regathered_nbytes: int = 0
-    """Bytes of those among them that are gathered again for the backward."""
+    """Bytes of these parameters that are gathered again for the backward."""
     shard_ranks: int = 1
-    """Ranks that share out the parameters."""
+    """Number of ranks among which the parameters are sharded."""
     bucket_cap_mb: float | None = None
-    """MiB; none: torch's default, with a first bucket of 1 MiB."""
+    """Cap of a bucket in MiB; none: torch's default, with a first bucket of 1 MiB."""
     find_unused_parameters: bool = False
+    """Whether DDP searches for unused parameters."""
     comm_hook: str = ""
-    """Name of the communication hook; empty: none."""
+    """Name of the communication hook; empty if there is none."""
     buffers_nbytes: int = 0
     """Bytes of the buffers that are broadcast before each forward."""
     buffers_change: bool = True
-    """Whether a forward changes any of them."""
+    """Whether a forward changes any buffer."""
     dtype: str = "float32"
+    """Type of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader(Config):
-    """A DataLoader that the script draws batches from."""
+    """A DataLoader from which the script draws batches."""
 
     num_workers: int
+    """Number of worker processes."""
     cpu_share: float = 0.0
-    """Share of the time inside of it in which this process's main thread computed."""
+    """Share of the time in the DataLoader in which this process's main thread computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """What a rank has seen; ``of`` reads what ``dataclasses.asdict`` gives, as it comes back from JSON."""
+    """Records of one rank.
+
+    ``of`` reads what ``dataclasses.asdict`` gives, after a round trip through JSON.
+    """
 
     rank: int
+    """Number of the rank."""
     host: str
+    """Name of its host."""
     device: str
+    """Device that it computes on."""
     backend: str
+    """Backend of its process group."""
     threads: int
     """Threads of torch for one operation."""
     cores: int
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     cpu_cores: float
-    """Cores that this process was computing on, in the mean."""
+    """Mean number of cores that this process used."""
     step_ends_ns: tuple[int, ...]
-    """Ends of optimizer steps: the first one begins the first step, so that there is one more than steps."""
+    """Ends of optimizer steps. The first one begins the first step, so there is one more end than steps."""
     events: tuple[tuple[str, int, int, int], ...]
-    """The fields of ``Event``, in order of their ends."""
+    """Fields of each ``Event``, ordered by end."""
     samples: tuple[tuple[int, str], ...] = ()
-    """Moments, in order, and the line of the script that the main thread was in: ``file:line function``."""
+    """Samples of the main thread, in order: time, and the script's line as ``file:line function``."""
     batches: tuple[int, ...] = ()
-    """Numbers in the first input of each forward, 0 where the model gets no tensor."""
+    """Number of elements in the first input of each forward, 0 if the model gets no tensor."""
     model: Model = Model(nbytes=0)
+    """Model that the rank trains."""
     loader: Loader | None = None
+    """DataLoader; none if none was seen."""
     can_change: bool = True
-    """Whether the model may be made anew with other settings: without a communication hook, mixed precision and such."""
+    """Whether the model may be rebuilt with other settings: not with a communication hook, mixed precision
+    and such."""
     num_models: int = 1
-    """DDP models whose forward has run."""
+    """Number of DDP models whose forward has run."""
     scales_loss: bool = False
-    """Whether a GradScaler steps, which may skip a step on one rank alone."""
+    """Whether a GradScaler steps, which may skip a step on one rank only."""
     wrapper: Library = ""
-    """Library that has wrapped the model."""
+    """Library that wrapped the model."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankLog:
-        """The log of a rank's part."""
+        """Read the log of a rank from plain data."""
         known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         known |= {name: tuple(map(tuple, data[name])) for name in ("events", "samples")}
         known["model"] = decode(data["model"], Model, "model")
@@ -102,7 +119,10 @@ class RankLog:
         return cls(**known)
 
     def aligned(self, first: tuple[int, int], last: tuple[int, int]) -> RankLog:
-        """The log on rank 0's clock. Each pair: a time of this host's clock, and by how much it was ahead of rank 0's then."""
+        """Return the log on rank 0's clock.
+
+        Each pair is a time on this host's clock, and how far it was ahead of rank 0's at that time.
+        """
         (begin, ahead), (end, later) = first, last
         drift = (later - ahead) / max(1, end - begin)
 
@@ -118,23 +138,23 @@ class RankLog:
 
     @property
     def num_steps(self) -> int:
-        """Whole steps."""
+        """Number of whole steps."""
         return max(0, len(self.step_ends_ns) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness(Config):
-    """When gradients are ready, and what a step's compute takes, where nothing is exchanged: medians over steps of one rank."""
+    """Readiness of gradients, and compute times, without any exchange: medians over one rank's steps."""
 
     names: tuple[str, ...]
-    """Parameters, in order of registration."""
+    """Parameters in order of registration."""
     nbytes: tuple[int, ...]
     """Bytes of each gradient."""
     ready_ns: tuple[int, ...]
     """Nanoseconds from the start of the step's last backward until each gradient is ready."""
     forward_ns: int
-    """Nanoseconds of forwards in a step, and of all backwards but the last."""
+    """Nanoseconds of a step's forwards, and of all backwards except the last."""
     backward_ns: int
     """Nanoseconds of the last backward."""
     unused: tuple[str, ...] = ()
-    """Parameters that got no gradient in at least one of the backwards."""
+    """Parameters without a gradient in at least one of the backwards."""

@@ -1,4 +1,4 @@
-"""Shares of a step that add up to it, of a typical rank: one that waits for others, and not the one that the others wait for."""
+"""Shares of a step, which add up to it, for a typical rank: one that waits, not the last one."""
 
 from __future__ import annotations
 
@@ -23,46 +23,51 @@ Kind = Literal[
     "idle",
     "device",
 ]
-"""What a rank does: waits for its next batch; computes a forward, a backward or an update; runs other code of the script's loop; evaluates;
-saves. Or exchanges: gradients after the backward's compute has ended, parameters of ``fully_shard`` (``regathers``: again in the backward),
-buffers before a forward, the search for unused parameters, other collectives of the script's. ``idle``: a device that waits for its host;
-``device``: one that computes what no other kind names."""
+"""Activity of a rank. It waits for its next batch (``input``); computes a forward, a backward or an update;
+runs other code of the script's loop; evaluates; or saves. Or it exchanges: gradients after the backward's
+compute has ended, parameters of ``fully_shard`` (``regathers``: again for the backward), buffers before a
+forward, the search for unused parameters, or other collectives of the script. ``idle``: a device waits for
+its host. ``device``: a device computes something that no other kind names."""
 COMPUTE: tuple[Kind, ...] = ("forward", "backward", "device", "optimizer")
 EXCHANGES: tuple[Kind, ...] = ("gradients", "gathers", "regathers", "buffers", "collective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Part of a step."""
+    """A part of a step."""
 
     kind: Kind
+    """Kind of activity."""
     seconds: float
-    """Mean over steps, and over the ranks that are not the last of a step."""
+    """Seconds per step, mean over steps and over the ranks that are not the last of a step."""
     rank: int | None = None
-    """The rank that is waited for; ``kind`` says what that rank does more of than the others. None: nobody is waited for."""
+    """Rank that is waited for, in which case ``kind`` is what that rank does more of than the others. None:
+    not a wait."""
     period: int | None = None
-    """So many steps lie between two of those that have this part; None if each step has it."""
+    """Number of steps between two steps with this part; none if every step has it."""
 
 
 def total_s(shares: Iterable[Share]) -> float:
-    """Seconds per step of all of them."""
+    """Return the seconds per step of all shares."""
     return sum(share.seconds for share in shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """How a step's seconds divide."""
+    """Division of a step's time."""
 
     step_s: float
-    """Mean step."""
+    """Mean seconds per step."""
     num_steps: int
+    """Number of steps."""
     num_ranks: int
+    """Number of ranks."""
     shares: tuple[Share, ...]
-    """They add up to ``step_s``."""
+    """Shares, which add up to ``step_s``."""
     steady_rank: int | None = None
-    """The rank that is slower than the others in most steps."""
+    """Rank that is slower than the others in most steps; none if there is none."""
     notes: tuple[str, ...] = ()
-    """What could not be told, as sentences."""
+    """Sentences about what could not be determined."""
 
     @property
     def compute_s(self) -> float:
@@ -70,9 +75,9 @@ class Shares:
         return total_s(self.part(*COMPUTE))
 
     def part(self, *kinds: Kind) -> tuple[Share, ...]:
-        """Shares of these kinds that each step has, and in which nobody is waited for."""
+        """Return the shares of these kinds that every step has, without waits."""
         return tuple(share for share in self.shares if share.kind in kinds and share.rank is None and share.period is None)
 
     def of(self, *kinds: Kind) -> float:
-        """Seconds per step of these kinds, in all steps, without waits for others."""
+        """Return the seconds per step of these kinds, over all steps, without waits."""
         return total_s(share for share in self.shares if share.kind in kinds and share.rank is None)

@@ -1,8 +1,9 @@
-"""Steps: what each rank did in each step, whom it waited for, and the shares that follow.
+"""Steps: what each rank did in each step, which rank it waited for, and the resulting shares.
 
-A rank's time is cut into spans of one activity: an event inside another one counts alone, and what lies outside of all events is the
-script's loop. Ranks meet in exchanges, and the n-th of a step is the same one on all ranks. Until the last rank has come, the others wait
-for it; the rest is the exchange's own. Why the last rank is late: what it did more of than the others since the exchange before.
+A rank's time is cut into spans of one activity: of nested events only the inner one counts, and time outside
+of all events belongs to the script's loop. Ranks meet in exchanges, and the n-th exchange of a step is the
+same on all ranks. Until the last rank arrives, the others wait for it; the rest is the exchange itself. The
+reason why the last rank is late is what it did more of than the others since the previous exchange.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from fleetbench.why.observed import Event, RankLog
 from fleetbench.why.shares import EXCHANGES, Kind, Share, Shares
 
 LEAST_STEPS = 5
-"""Fewer steps tell nothing."""
+"""Least number of steps that allow a conclusion."""
 _NOW_AND_THEN: tuple[Kind, ...] = ("input", "loop", "save", "evaluate", "collective")
-"""What a script does more of in some steps than in others."""
+"""Activities of which a script does more in some steps than in others."""
 _SELDOM = 0.5
-"""Share of the steps that have what comes now and then, at most."""
+"""Largest share of the steps that contain occasional work."""
 _OUTLIER = 0.2
-"""Share of a median step by which work that comes now and then is longer than in most steps."""
+"""Share of a median step by which occasional work exceeds its usual time."""
 _STALL = 2.0
-"""The share for work that comes at irregular distances, which may be another program's doing."""
+"""The same threshold for work at irregular intervals, which may be caused by another program."""
 _LEAST_GAPS, _REGULAR = 2, 0.6
-"""Of the distances between steps with such work: how many there are at least, and which share of them is equal."""
+"""Least number of intervals between steps with such work, and least share of them that are equal."""
 _STEADY = 0.75
 """Share of the steps, and of all waiting, from which a rank counts as slower than the others."""
 _MOST_LATE = 0.02
-"""Of a step: shorter waits name no rank."""
+"""Share of a step below which waits do not name a rank."""
 
 
 class Span(NamedTuple):
-    """So long a rank did one thing; ``meets``: an exchange."""
+    """A period in which a rank did one thing; ``meets`` marks an exchange."""
 
     kind: Kind
     start_ns: int
@@ -54,9 +55,9 @@ class Meeting:
     start_ns: int
     end_ns: int
     since: dict[Kind, int]
-    """What the rank did since the exchange before, in ns by kind."""
+    """Activities of the rank since the previous exchange, in ns by kind."""
     before_ns: int
-    """When that ended."""
+    """End of the previous exchange."""
 
 
 @dataclass(slots=True)
@@ -64,14 +65,17 @@ class RankStep:
     """One rank's step, in ns."""
 
     own: dict[Kind, int] = field(default_factory=lambda: defaultdict(int))
+    """Time of the rank's own activities, by kind."""
     exposed: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
+    """Time of exchanges after the last rank has arrived, by kind."""
     waited: dict[tuple[int, Kind], float] = field(default_factory=lambda: defaultdict(float))
-    """By the rank that was waited for, and what it did more of."""
+    """Time of waits, by the rank that was waited for and what it did more of."""
     meetings: list[Meeting] = field(default_factory=list)
+    """Exchanges of the step, in order."""
 
 
 def shares_of(logs: Sequence[RankLog]) -> Shares:
-    """The shares of the steps that all ranks have seen. Raises ``ConfigError`` where these are fewer than five."""
+    """Return the shares of the steps that all ranks recorded. Raises ``ConfigError`` for fewer than five."""
     steps = steps_of(logs)
     if len(steps) < LEAST_STEPS:
         hint = "let it train 20 steps at least, of which the first five are not counted; a step ends where optimizer.step() returns"
@@ -87,7 +91,7 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
             for key, ns in _parts(step[rank], rank, number, seldom):
                 sums[key] += ns / len(others)  # type: ignore[assignment]  # a mean
     step_s = math.fsum((log.step_ends_ns[len(steps)] - log.step_ends_ns[0]) * 1e-9 for log in logs) / (len(logs) * len(steps))
-    to_s = step_s / math.fsum(sums.values())  # ranks that are not the last have steps of another length, by a per cent or two
+    to_s = step_s / math.fsum(sums.values())  # steps of ranks that are not the last differ in length by a per cent or two
     shares = [Share(kind=kind, seconds=ns * to_s, rank=rank, period=period) for (kind, rank, period), ns in sums.items() if ns > 0]
     shares.sort(key=lambda share: -share.seconds)
     return Shares(
@@ -100,13 +104,13 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
 
 
 def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
-    """Each step of each rank, with its waits."""
+    """Return each step of each rank, with its waits."""
     by_rank = [_rank_steps(log) for log in logs]
     steps = [list(step) for step in zip(*by_rank, strict=False)]
     for step in steps:
         kinds = {tuple(meeting.kind for meeting in rank.meetings) for rank in step}
         for rank in step if len(kinds) > 1 else ():
-            for meeting in rank.meetings:  # who met whom is not known
+            for meeting in rank.meetings:  # ranks cannot be matched
                 rank.exposed[meeting.kind] += meeting.end_ns - meeting.start_ns
         for together in zip(*(rank.meetings for rank in step), strict=False) if len(kinds) == 1 else ():
             _meet(step, together)
@@ -114,7 +118,10 @@ def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
 
 
 def drawn(logs: Sequence[RankLog]) -> list[tuple[int, str, float, float]]:
-    """The step of about median length: rank, what it does (``wait``: for the last rank of an exchange), start and duration in seconds."""
+    """Return a step of about median length as rows: rank, activity, start and duration in seconds.
+
+    ``wait`` is for the last rank of an exchange.
+    """
     ends = [log.step_ends_ns for log in logs]
     lengths = [later - earlier for earlier, later in pairwise(ends[0])][: min(len(each) for each in ends) - 1]
     number = min(range(len(lengths)), key=lambda step: abs(lengths[step] - median(lengths)))
@@ -143,7 +150,7 @@ def _within(log: RankLog, number: int) -> list[Span]:
 
 
 def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:
-    """File what each rank of an exchange waited for, and what the exchange itself took."""
+    """Record what each rank of an exchange waited for, and the time of the exchange itself."""
     last = max(range(len(step)), key=lambda rank: together[rank].start_ns)
     arrived_ns, why = together[last].start_ns, _excess(together, last)
     for rank, meeting in enumerate(together):
@@ -157,7 +164,10 @@ def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:
 
 
 def _excess(together: Sequence[Meeting], last: int) -> dict[Kind, float]:
-    """Shares, which add up to 1, of what the last rank did more of than the others: an exchange, if it came out of the one before late."""
+    """Return shares, adding up to 1, of what the last rank did more of than the others.
+
+    An exchange is among them if the rank came late out of the previous one.
+    """
     others = [meeting for rank, meeting in enumerate(together) if rank != last]
     if not others:
         return {together[last].kind: 1.0}
@@ -189,7 +199,7 @@ def _rank_steps(log: RankLog) -> list[RankStep]:
 
 
 def spans_of(log: RankLog) -> Iterator[Span]:
-    """What the rank did from its first step's begin to its last one's end, on rank 0's clock, one thing after another."""
+    """Yield the rank's activities from the start of its first step to the end of its last one."""
     if not log.num_steps:
         return
     now, end = log.step_ends_ns[0], log.step_ends_ns[-1]
@@ -204,7 +214,7 @@ def spans_of(log: RankLog) -> Iterator[Span]:
         now = max(now, time_ns)
 
     def _span(kind: Kind, start_ns: int, end_ns: int) -> Iterator[Span]:
-        """Cut where steps end: a step may end inside of an event."""
+        """Cut a span where steps end, because a step may end inside an event."""
         bounds = [start_ns, *(at for at in log.step_ends_ns if start_ns < at < end_ns), end_ns]
         for first, second in pairwise(bounds):
             if second > first:
@@ -218,7 +228,7 @@ def spans_of(log: RankLog) -> Iterator[Span]:
 
 
 def _split(log: RankLog) -> Iterator[Event]:
-    """The events; of a backward that exchanges gradients, what follows the last of them is an event of its own."""
+    """Yield the events. A backward that exchanges gradients is split where the last gradient was computed."""
     for event in (Event(cast("Kind", kind), *times) for kind, *times in log.events):
         computed_ns = min(event.computed_ns, event.end_ns)
         if event.kind == "backward" and computed_ns > event.start_ns:
@@ -257,7 +267,7 @@ def _long(times: Sequence[float], limit: float) -> list[int]:
 
 
 def _is_regular(steps: Sequence[int]) -> bool:
-    """Whether most of them lie as far apart as each other."""
+    """Whether most steps are equally far apart."""
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     return len(gaps) >= _LEAST_GAPS and sum(gap == median(gaps) for gap in gaps) >= _REGULAR * len(gaps)
 
@@ -265,7 +275,7 @@ def _is_regular(steps: Sequence[int]) -> bool:
 def _parts(
     step: RankStep, rank: int, number: int, seldom: Mapping[int, Mapping[Kind, _Seldom]]
 ) -> Iterator[tuple[tuple[Kind, int | None, int | None], float]]:
-    """A rank's step by kind, the rank that it waits for, and the period of what comes now and then."""
+    """Yield a rank's step by kind, rank that it waits for, and period of occasional work."""
     for times in (step.own, step.exposed):
         for kind, ns in times.items():
             rare = seldom[rank].get(kind)
@@ -279,7 +289,7 @@ def _parts(
 
 
 def steady_rank_of(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
-    """The rank that is slower than the others in most steps."""
+    """Return the rank that is slower than the others in most steps; none if there is none."""
     waits: Counter[int] = Counter()
     for share in shares:
         if share.rank is not None and share.period is None:

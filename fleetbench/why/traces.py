@@ -1,17 +1,16 @@
 """Shares of a step from traces of torch.profiler, of one rank or of several.
 
-A device runs after its host. So a step lasts, on the device, from the end of what was launched before it to
-the end of its own last kernel; if the device has done that before the host's step ends, then until the host's
-step ends. In that time, the first that applies counts: compute (``optimizer`` if it was launched in
-``Optimizer.step``, else ``device``), communication (``buffers`` if broadcast, ``collective`` if gathered or
-sent, else ``gradients``), copies (``device``), a host inside a DataLoader (``input``), and ``idle``. Without
-kernels the host's time counts: DataLoader, ``Optimizer.step``, operators, communication, and the rest
-(``loop``).
+A device lags its host. So a step lasts, on the device, from the end of what was launched before it to the end
+of its own last kernel; if the device finishes before the host's step ends, it lasts until then. In that time,
+the first that applies counts: compute (``optimizer`` if it was launched in ``Optimizer.step``, else
+``device``), communication (``buffers`` if broadcast, ``collective`` if gathered or sent, else ``gradients``),
+copies (``device``), a host inside a DataLoader (``input``), and ``idle``. Without kernels the host's time
+counts: DataLoader, ``Optimizer.step``, operators, communication, and the rest (``loop``).
 
-**Waits for a rank.** Hosts' clocks differ, and a collective ends on all ranks at about the same time. So
-clocks are aligned by the ends of collectives of the same index in their step: by the median difference. Until
-the last rank begins a collective, the others wait for that rank, where no compute hides it. A rank that ends
-before the last one begins, as the root of a broadcast may, waits for nobody.
+**Waits for a rank.** Hosts' clocks differ, but a collective ends on all ranks at about the same time. So
+clocks are aligned by the median difference between the ends of corresponding collectives. Until the last rank
+begins a collective, the others wait for that rank, unless compute hides the wait. A rank that ends before the
+last one begins, such as the root of a broadcast, does not wait.
 """
 
 from __future__ import annotations
@@ -35,46 +34,47 @@ from fleetbench.why.steps import steady_rank_of
 
 _BROADCAST = re.compile(r"broadcast", re.IGNORECASE)
 _OTHERS = re.compile(r"all_?gather|all_?to_?all|send|recv|barrier", re.IGNORECASE)
-"""Communication that is hardly of gradients, nor of buffers."""
+"""Communication that is hardly of gradients or buffers."""
 _UNALIGNED = re.compile(r"send|recv|c10d::", re.IGNORECASE)
-"""Communication between some ranks, and operators that only launch it."""
+"""Communication between some ranks only, and operators that only launch communication."""
 _CAUSES: tuple[Kind, ...] = ("input", "device", "optimizer", "idle", "loop")
-"""What a rank may do more of than those that wait for it."""
+"""What a rank may do more of than the ranks that wait for it."""
 _EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "collective")
 _SAID = 0.02
-"""Parts of a step below this share are not said."""
+"""Share of a step below which parts are not mentioned."""
 _ABOUT = 0.1
 """Ranks begin a collective about last if they wait for at most this share of the longest wait."""
 _SCATTER = 0.1
-"""Ranks are not aligned if collectives' ends differ in median by more than this share of a step, beyond the
-clocks' difference, or if more than this share of all-reduces end on one rank before they begin on another
-one."""
+"""Limit of misalignment. Ranks are not aligned if collectives' ends differ in median by more than this share
+of a step, beyond the clocks' difference, or if more than this share of all-reduces end on one rank before
+they begin on another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceShares:
-    """How a step's seconds divide, and what else traces tell of it."""
+    """Division of a step's time, and other results from traces."""
 
     shares: Shares
+    """Shares of a step."""
     hidden_s: float
     """Seconds of communication per step that compute hides, mean over ranks."""
     num_ranks: int
-    """Number of ranks of the job; traces of some may be missing."""
+    """Number of ranks in the job; traces of some may be missing."""
     host_waits: tuple[HostWait, ...]
     """Waits of hosts for their devices, the longest ``idle_s`` first."""
 
 
 def shares_of_traces(sources: Sequence[Path], where: str) -> Shares:
-    """How the seconds of a step divide, by traces in ``sources``: files, plain or gzip, or folders of them.
+    """Return the shares of a step from traces in ``sources``: files, plain or gzip, or folders of them.
 
-    ``where`` is what errors call the argument. Raises ``ConfigError`` for files that are no traces, and for
-    traces whose steps cannot be told.
+    ``where`` is the argument's name in errors. Raises ``ConfigError`` for files that are no traces, and for
+    traces whose steps cannot be determined.
     """
     return read_shares(sources, where).shares
 
 
 def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
-    """``shares_of_traces``, with what else the traces tell. Raises the same errors."""
+    """Return ``shares_of_traces`` with the other results of the traces. Raises the same errors."""
     recorded = read_traces(sources, where, host=True)
     parts = [_divide(trace, recorded.steps) for trace in recorded.traces]
     notes = list(recorded.notes)
@@ -93,14 +93,16 @@ def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
 
 
 def projected(found: TraceShares, *, link_factor: float | None, ranks: int | None) -> Shares:
-    """An upper bound of the step, with links ``link_factor`` times as fast and ``ranks`` ranks; None: as now.
+    """Return an upper bound of the step with links ``link_factor`` times as fast and ``ranks`` ranks.
 
-    A ring all-reduce of S bytes among n ranks moves 2 (n - 1) / n S over each link. So communication takes f
-    = (n' - 1) n / (n' (n - 1)) / ``link_factor`` times as long; latency is neglected. Let a queue of buckets
-    send bucket i, ready at r_i, in c_i, and let the backward end at B >= r_i. Then E = max_i (r_i - B + c_i +
-    c_(i+1) + ...) is exposed. So for f <= 1 at most f E stays exposed, and for f > 1 at most E + (f - 1) T,
-    where T is all communication, hidden or not. Waits for slow ranks stay as they are; those that traces do
-    not tell count as communication, and then the result is no bound for f < 1.
+    None leaves either as it is. A ring all-reduce of S bytes among n ranks moves 2 (n - 1) / n S over each
+    link. So communication takes f = (n' - 1) n / (n' (n - 1)) / ``link_factor`` times as long; latency is
+    neglected. Let a queue of buckets send bucket i, ready at r_i, in c_i, and let the backward end at B >=
+    r_i. Then E = max_i (r_i - B + c_i + c_(i+1) + ...) is exposed. So for f <= 1 at most f E stays exposed,
+    and for f > 1 at most E + (f - 1) T, where T is all communication, hidden or not. Waits for slow ranks
+    stay as they are. Waits that traces do not show count as communication, and then the result is no bound
+    for f < 1.
+
     Raises ``ConfigError`` for numbers out of range, and for ``ranks`` if the job has one rank.
     """
     if (link_factor is not None and link_factor <= 0) or (ranks is not None and ranks < 2):
@@ -137,18 +139,18 @@ class _Parts:
     windows: Spans
     """Steps on the device."""
     spans: dict[Kind, Spans]
-    """When the rank does what: no two overlap, and together they are the windows."""
+    """Times of each kind of activity. They do not overlap, and together they are the windows."""
     ns: dict[Kind, Integers]
     copies: Integers
-    """Nanoseconds of copies that nothing hides: a part of ``device``."""
+    """Nanoseconds of copies that nothing hides, which are part of ``device``."""
     hidden: Integers
     """Nanoseconds of communication that compute hides."""
     collectives: dict[int, tuple[tuple[str, ...], Spans]]
-    """Names, and begins and ends by the order of begins, of those among all ranks; by step."""
+    """Collectives among all ranks, by step: their names, and their starts and ends ordered by start."""
 
 
 def _divide(trace: Trace, steps: Sequence[int]) -> _Parts:
-    """When the rank does what, in each of these steps that the trace has."""
+    """Divide the steps of a trace that are among ``steps``."""
     work, host, windows = trace.work, trace.host, _windows(trace, steps)
     update = _calls(call for call in host.ranges if call.name.startswith("Optimizer"))
     loader = _calls(call for call in host.ranges if not call.name.startswith("Optimizer"))
@@ -195,7 +197,7 @@ def _divide(trace: Trace, steps: Sequence[int]) -> _Parts:
 
 
 def _windows(trace: Trace, steps: Sequence[int]) -> Spans:
-    """Begin and end on the device of each of these steps; 0 for those that the trace lacks."""
+    """Return start and end of each step on the device; 0 for steps that the trace lacks."""
     work = trace.work
     begins, ends = np.zeros((2, len(steps)), dtype=np.int64)
     place_of = {step: place for place, step in enumerate(trace.windows)}
@@ -212,11 +214,11 @@ def _windows(trace: Trace, steps: Sequence[int]) -> Spans:
 
 
 Waited = dict[tuple[int, int], Spans]
-"""When the first rank waits for the second one."""
+"""Times in which the first rank waits for the second one."""
 
 
 def _waits(parts: Sequence[_Parts], ranks: Sequence[int], steps: Sequence[int], notes: list[str]) -> Waited:
-    """Waits in collectives; none, and a note, if the ranks cannot be aligned."""
+    """Return the waits in collectives; none, and a note, if the ranks cannot be aligned."""
     if len(ranks) == 1:
         return {}
     found = {(part.trace.rank, step): own for part in parts for step, own in part.collectives.items()}
@@ -257,11 +259,11 @@ def _waits(parts: Sequence[_Parts], ranks: Sequence[int], steps: Sequence[int], 
 
 
 def _late(waits: Integers, is_early: Flags, of_step: Integers) -> Iterator[tuple[int, Integers]]:
-    """For each collective, the index of the last rank to begin it, and ns that each other rank waits for it.
+    """Yield, for each collective, the index of the last rank to begin it, and ns that each other rank waits.
 
     ``waits``: ns until the last rank begins, by rank and collective. If several ranks begin about last, those
-    that have waited before in this step were made late by another one: the last rank is the one that has
-    waited least.
+    that have waited before in this step were delayed by another one: the last rank is the one that has waited
+    least.
     """
     before = np.zeros(len(waits), dtype=np.int64)
     for column, step in enumerate(of_step):
@@ -275,7 +277,7 @@ def _late(waits: Integers, is_early: Flags, of_step: Integers) -> Iterator[tuple
 
 
 def _shares(parts: Sequence[_Parts], waits: Waited, ranks: Sequence[int], num_steps: int) -> Shares:
-    """The means over steps, and over the ranks that are not the last of a step."""
+    """Return the means over steps, and over the ranks that are not the last of a step."""
     place = {rank: index for index, rank in enumerate(ranks)}
     kinds = list(dict.fromkeys(kind for part in parts for kind in part.ns))
     ns = {kind: np.zeros((len(ranks), num_steps)) for kind in kinds}
@@ -315,7 +317,7 @@ def _shares(parts: Sequence[_Parts], waits: Waited, ranks: Sequence[int], num_st
 
 
 def _notes(parts: Sequence[_Parts], idle: Idle, shares: Shares, num: int) -> Iterator[str]:
-    """Sentences about idle time, communication and copies; ``num``: ranks times steps."""
+    """Yield sentences about idle time, communication and copies; ``num`` is ranks times steps."""
     least, num_ranks = _SAID * shares.step_s, max(part.trace.world_size or 1 for part in parts)
     for wait in (wait for wait in idle.host_waits if wait.idle_s > least):
         by = f"{wait.operator}{wait.caller and f' in {wait.caller}'}, {wait.per_step:.3g} times per step"
@@ -349,6 +351,6 @@ def _ms(seconds: float) -> str:
 
 
 def _calls(calls: Iterable[Call]) -> Spans:
-    """When at least one of the calls is under way."""
+    """Return the times in which at least one of the calls is running."""
     times = np.array([(call.begin, call.end) for call in calls], dtype=np.int64).reshape(-1, 2)
     return union((times[:, 0], times[:, 1]))

@@ -1,1 +1,1 @@
-"""What is trained: the registry's models and their data, with torch; real runs build them, and so can virtual trainers."""
+"""Models and data of the registry, with torch, for real runs and virtual trainers."""

@@ -1,10 +1,11 @@
-"""Served parameters: what a server's shard, and a trainer's copy in GeoSGD, do with gradients, deltas and pulls.
+"""Updates on parameter servers: computation of a server's shard, and of a trainer's copy in GeoSGD.
 
-No sockets, and no decisions: these are ``fleetbench.plan.servers``. Real servers and trainers compute with this, and virtual ones.
+There are no sockets, and no decisions, which are in ``fleetbench.plan.servers``. Real and virtual servers and
+trainers use this.
 
-The optimizer is torch's, on the part of the dense parameters and on the pushed rows of the tables. Rows that a push does not hold
-keep their parameters and their state (torch calls this lazy): for SGD and Adagrad that is the dense update with zeros in them, for
-momentum and Adam it is not.
+The optimizer is torch's, applied to the part of the dense parameters and to the pushed rows of the tables.
+Rows that a push does not contain keep their parameters and their state (torch calls this lazy). For SGD and
+Adagrad this equals the dense update with zeros in them; for momentum and Adam it does not.
 """
 
 import functools
@@ -25,10 +26,11 @@ from fleetbench.workload import OPTIMIZER_STATE, Workload
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Told = tuple[str, dict[str, float]]
-"""Name and options of an optimizer, as ``OPTIONS`` has them."""
+"""Name and options of an optimizer, with the keys of ``OPTIONS``."""
 
 ROW = np.dtype(np.int32)
-"""Rows in messages: their number on the server, which is the row divided by the number of servers."""
+"""Type of rows in messages: a row's number on the server, which is the row divided by the number of
+servers."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 OPTIONS: dict[str, dict[str, float]] = {
@@ -38,14 +40,15 @@ OPTIONS: dict[str, dict[str, float]] = {
     "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     "sparse_adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
 }
-"""Optimizers of a server, their options and torch's defaults. The learning rate comes with every gradient."""
+"""Optimizers of a server, with their options and torch's defaults. Every gradient brings the learning
+rate."""
 
 SLOTS = {**OPTIMIZER_STATE, "sparse_adam": OPTIMIZER_STATE["adam"]}
-"""Names of the arrays of state that each parameter has."""
+"""Names of the state arrays of each parameter."""
 
 
 class Updates:
-    """One optimizer over a list of arrays, each with the state that it keeps for it. ``name`` is a key of ``SLOTS``."""
+    """One optimizer over a list of arrays, with its state for each. ``name`` is a key of ``SLOTS``."""
 
     def __init__(self, name: str, options: Mapping[str, float], arrays: Sequence[Array]) -> None:
         self.options = options
@@ -54,12 +57,12 @@ class Updates:
         start = options.get("initial_accumulator_value", 0.0)
         self.state: list[dict[str, Array]] = [{slot: np.full_like(array, start) for slot in SLOTS[name]} for array in arrays]
         self.steps = [0] * len(arrays)
-        """Updates that each has seen."""
+        """Number of updates that each array has had."""
 
     def update(self, number: int, gradient: Array, rate: float, rows: Array | None = None) -> None:
-        """One step of array ``number``, or of distinct ``rows`` of it.
+        """Update array ``number``, or distinct ``rows`` of it.
 
-        A step without rows counts: the whole table has made it, on other servers.
+        A step without rows counts, because the rest of the table is updated on other servers.
         """
         self.steps[number] += 1
         if not len(gradient):
@@ -72,7 +75,7 @@ class Updates:
 
     def _step(self, gradient: torch.Tensor, parameter: torch.Tensor, *state: torch.Tensor, step: int, rate: float) -> None:
         options: dict[str, Any] = {"lr": rate, "foreach": False, "fused": True, "maximize": False, **self.options}
-        before = torch.tensor(step - 1, dtype=torch.float64, device="cpu")  # which counts beyond 2^24
+        before = torch.tensor(step - 1, dtype=torch.float64, device="cpu")  # as float64, because it counts beyond 2^24
         if self._name in ("sgd", "momentum"):
             options = {"momentum": 0.0, **options, "nesterov": bool(options.get("nesterov"))}
             sgd([parameter], [gradient], [state[0] if state else None], dampening=0.0, **options)
@@ -80,25 +83,31 @@ class Updates:
             del options["initial_accumulator_value"]
             adagrad([parameter], [gradient], [state[0]], [before], **options)
         else:
-            if self._name == "sparse_adam":  # which adds eps before the correction
+            if self._name == "sparse_adam":  # sparse_adam adds eps before the correction
                 options["eps"] /= math.sqrt(1 - options["beta2"] ** step)
             adam([parameter], [gradient], [state[0]], [state[1]], [], [before], amsgrad=False, **options)
 
 
 @dataclass(slots=True)
 class Change:
-    """A gradient, a delta, or parameters, of a whole model or of a server's part: dense numbers, and distinct rows of each table."""
+    """A gradient, a delta, or parameters, of a whole model or of a server's part.
+
+    It holds dense numbers, and distinct rows of each table.
+    """
 
     dense: torch.Tensor | None
+    """Dense numbers as one vector; none if there are none."""
     tables: list[tuple[torch.Tensor, torch.Tensor]]
-    """Rows and their values; of a server's part as the server numbers them, in ascending order."""
+    """Rows and their values; for a server's part as the server numbers them, in ascending order."""
     rate: float = 0.0
+    """Learning rate of the gradient."""
     versions: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    """Updates in what each gradient in it was computed from, ``(gradients, servers)``; of a server's part ``(gradients,)``."""
+    """Number of updates in the parameters from which each gradient was computed, ``(gradients, servers)``;
+    for a server's part ``(gradients,)``."""
 
 
 def add_changes(changes: Sequence[Change]) -> Change:
-    """Their sum, added in their order, with the learning rate of the last."""
+    """Return the sum, added in order, with the learning rate of the last."""
     if len(changes) == 1:
         return changes[0]
     dense = [change.dense for change in changes if change.dense is not None]
@@ -108,7 +117,7 @@ def add_changes(changes: Sequence[Change]) -> Change:
 
 
 class Layout:
-    """A model's trained parameters: dense ones, as one vector in its order, and tables, whose gradients are sparse."""
+    """A model's trained parameters: dense ones as one vector, and tables with sparse gradients."""
 
     def __init__(self, named: Mapping[str, torch.Tensor], sparse: Collection[str]) -> None:
         self.named = named
@@ -116,27 +125,30 @@ class Layout:
         self.sparse = {name: value for name, value in named.items() if name in sparse}
         none = next(iter(named.values())).new_zeros(0)
         self.flat = torch.cat([none, *(value.detach().reshape(-1) for value in self.dense.values())])
-        """A copy of the dense ones."""
+        """Copy of the dense parameters."""
         self.tables = [value.data for value in self.sparse.values()]
 
     def table_of(self, weight: torch.Tensor) -> int:
-        """Number of the table that has this weight."""
+        """Return the number of the table with this weight."""
         return next(number for number, table in enumerate(self.sparse.values()) if table is weight)
 
     def shards(self, servers: int) -> Shards:
-        """Who holds what."""
+        """Return which server holds what."""
         tables = tuple(Table(name=name, rows=len(value), width=value.shape[1]) for name, value in self.sparse.items())
         return Shards(servers=servers, dense=len(self.flat), tables=tables)
 
     def parameters(self, flat: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All of them in the model's order, dense ones as views."""
+        """Return all parameters in the model's order, dense ones as views."""
         pieces = flat.split([value.numel() for value in self.dense.values()]) if self.dense else ()
         own = {name: piece.view_as(self.dense[name]) for name, piece in zip(self.dense, pieces, strict=True)}
         own |= zip(self.sparse, tables, strict=True)
         return [own[name] for name in self.named]
 
     def change(self, gradients: Sequence[torch.Tensor | None]) -> Change:
-        """A step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
+        """Return a copy of a step's gradients.
+
+        Parameters that the loss does not use have zeros, or no rows.
+        """
         found = dict(zip(self.named, gradients, strict=True))
         dense = [torch.zeros_like(value) if (own := found[name]) is None else own for name, value in self.dense.items()]
         tables = []
@@ -147,7 +159,7 @@ class Layout:
         return Change(torch.cat([own.detach().reshape(-1) for own in dense]) if dense else None, tables)
 
     def touched(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Rows of each table that a step's gradients hold, some perhaps twice."""
+        """Return the rows of each table in a step's gradients, possibly with duplicates."""
         found = dict(zip(self.named, gradients, strict=True))
         return [None if (own := found[name]) is None else own._indices()[0] for name in self.sparse]  # noqa: SLF001  # `indices` sorts them first
 
@@ -155,7 +167,7 @@ class Layout:
 class ParameterShard:
     """Part ``server`` of a model's parameters, with its optimizer's state.
 
-    ``readers``: in GeoSGD the trainers, who pull the rows that others changed; 0 in the other modes.
+    ``readers``: number of trainers in GeoSGD, which pull the rows that others changed; 0 in the other modes.
     """
 
     def __init__(self, shards: Shards, server: int, dtype: np.dtype[Any], told: Told, readers: int = 0) -> None:
@@ -168,7 +180,7 @@ class ParameterShard:
         self._changed = self._flags(readers)
 
     def _flags(self, readers: int) -> list[list[Array]]:
-        """Of each reader, which rows of each table others have changed."""
+        """Return, for each reader, which rows of each table others have changed."""
         return [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(readers)]
 
     @property
@@ -182,7 +194,7 @@ class ParameterShard:
             array[...] = values
 
     def update(self, pushes: Sequence[Change], divisor: int) -> None:
-        """The optimizer's step by the sum of the pushes, added in their order, over ``divisor``."""
+        """Update by the sum of the pushes, added in order, over ``divisor``."""
         change = add_changes(pushes)
         if change.dense is not None:
             self.optimizer.update(0, _divided(change.dense, divisor), change.rate)
@@ -197,14 +209,14 @@ class ParameterShard:
             table[rows.numpy()] += values.numpy()
 
     def mark(self, rank: int, push: Change) -> None:
-        """The rows of ``rank``'s push have changed for all other trainers."""
+        """Mark the rows of ``rank``'s push as changed for all other trainers."""
         for other, changed in enumerate(self._changed):
             if other != rank:
                 for flags, (rows, _) in zip(changed, push.tables, strict=True):
                     flags[rows.numpy()] = True
 
     def parameters(self, rank: int) -> list[Array]:
-        """The answer to a pull: dense numbers, then for each table the rows that others changed, and their values."""
+        """Return the answer to a pull: dense numbers, then each table's changed rows and values."""
         found = [self.dense.copy()]
         for flags, table in zip(self._changed[rank] if self._changed else (), self.tables, strict=False):
             rows = np.flatnonzero(flags).astype(ROW)
@@ -213,12 +225,12 @@ class ParameterShard:
         return found
 
     def look_up(self, rows: Sequence[Array]) -> list[Array]:
-        """The values of each table's rows."""
+        """Return the values of each table's rows."""
         return [table[own] for table, own in zip(self.tables, rows, strict=True)]
 
 
 def views_of(shards: Shards, server: int, flat: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A server's parts of a model: of the dense numbers, then of each table."""
+    """Return a server's parts of a model: of the dense numbers, then of each table."""
     return [flat[shards.dense_part(server)], *(table[server :: shards.servers] for table in tables)]
 
 
@@ -227,7 +239,7 @@ def _divided(values: torch.Tensor, divisor: int) -> Array:
 
 
 def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of sparse tensors, each of distinct rows: distinct rows in ascending order, and their sums, added in the order of the parts."""
+    """Return the sum of sparse tensors with distinct rows: ascending rows, and sums in the parts' order."""
     if len(parts) == 1:
         return parts[0]
     rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
@@ -236,7 +248,7 @@ def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 
 def options_for(workload: Workload) -> Told:
-    """The options of an experiment's optimizer, from its file; no optimizer object exists."""
+    """Return the options of an experiment's optimizer from its file, without an optimizer object."""
     options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
     if "momentum" in options:
         options["momentum"] = workload.momentum
@@ -244,7 +256,7 @@ def options_for(workload: Workload) -> Told:
 
 
 def part_of(change: Change, shards: Shards, server: int) -> Change:
-    """What of a change a server holds, its rows as it numbers them."""
+    """Return a server's part of a change, with rows as the server numbers them."""
     tables = []
     for rows, values in change.tables:
         own, where = _rows_of(rows, shards.servers, server)
@@ -254,7 +266,7 @@ def part_of(change: Change, shards: Shards, server: int) -> Change:
 
 
 def shard_rows(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor]:
-    """Those of the rows that a server holds, as it numbers them, and as they were."""
+    """Return a server's rows, as the server numbers them, and as they were."""
     own, where = _rows_of(rows, servers, server)
     return own, rows if where is None else rows.index_select(0, where)
 
@@ -267,18 +279,19 @@ def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torc
 
 
 _PIECE = 1 << 18
-"""Numbers that are merged while training waits: a tenth of a millisecond."""
+"""Number of elements merged while training waits, which takes a tenth of a millisecond."""
 
 
 class GeoCopy:
-    """GeoSGD on a trainer: the model that it trains (``latest``), the copy of what servers hold (``old``), and the rows touched since.
+    """A trainer's copy in GeoSGD: its model (``latest``), the servers' last state (``old``), touched rows.
 
-    ``latest`` changes all the while: what is read of a row during an update makes a delta of a part of the update; the rest is still in
-    latest - old, and goes out later. ``latest +=`` alone must not meet an update: both take ``guard``, a merge for a piece at a time.
+    ``latest`` changes all the time. If a row is read during an update, the delta contains a part of the
+    update; the rest remains in latest - old, and is sent later. Only ``latest +=`` must not coincide with an
+    update: both take ``guard``, a merge for one piece at a time.
     """
 
     def __init__(self, flat: torch.Tensor, tables: Sequence[torch.Tensor], shards: Shards) -> None:
-        """``flat`` and ``tables``: latest, which others change in place."""
+        """``flat`` and ``tables`` are ``latest``, which others change in place."""
         self.guard = threading.Lock()
         self._flat, self._tables = flat, tables
         self._shards = shards
@@ -288,14 +301,17 @@ class GeoCopy:
         self._spare = [torch.zeros_like(flags) for flags in self._touched]
 
     def mark(self, rows: Sequence[torch.Tensor | None]) -> None:
-        """The step has touched these rows of each table."""
+        """Mark the rows of each table that the step has touched."""
         with self.guard:
             for flags, own in zip(self._touched, rows, strict=True):
                 if own is not None:
                     flags.index_fill_(0, own, value=True)
 
     def take(self, divisor: int) -> Change:
-        """Delta = (latest - old) / divisor of the touched rows and of all dense parameters; old += delta."""
+        """Return delta = (latest - old) / divisor for the touched rows and all dense parameters.
+
+        Old += delta.
+        """
         with self.guard:
             self._touched, self._spare = self._spare, self._touched
         tables = []
@@ -313,14 +329,20 @@ class GeoCopy:
         return Change(dense, tables)
 
     def give_up(self) -> None:
-        """Latest = old, of everything: after an exchange that is what servers hold, but for what others have pushed since."""
+        """Set latest = old everywhere.
+
+        After an exchange this is the servers' state, except for later pushes of others.
+        """
         with self.guard:
             self._flat.copy_(self._old_dense)
             for table, old in zip(self._tables, self._old, strict=True):
                 table.copy_(old)
 
     def merge(self, server: int, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """What a pull brought of one server, rows as it numbers them: latest += server - old; old = server."""
+        """Merge a pull from one server, with rows as it numbers them: latest += server - old.
+
+        Old = server.
+        """
         part = self._shards.dense_part(server)
         flat, old_dense = self._flat[part], self._old_dense[part]
         for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), dense.split(_PIECE), strict=True):

@@ -1,4 +1,4 @@
-"""Training a workload: what every executor that really trains it does alike, so that one experiment is one trajectory."""
+"""Training a workload: shared by all executors that really train, for one trajectory per experiment."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from fleetbench.workloads.data.reader import Sampler, Unlike
 from fleetbench.workloads.models.registry import Loss
 
 _EVALUATED = 512
-"""Held-out samples in one forward."""
+"""Number of held-out samples in one forward."""
 
 
 class HeldOut:
-    """The held-out split, and a model of its own to evaluate on it."""
+    """The held-out split, with its own model for evaluation."""
 
     def __init__(self, model: nn.Module, data: Path, compare: Loss) -> None:
         self._model = model.eval()
@@ -27,12 +27,12 @@ class HeldOut:
         self._data = data
 
     def loss(self, flat: torch.Tensor) -> float:
-        """Mean loss at ``flat``: what ``evaluated`` lists, as one vector."""
+        """Return the mean loss at ``flat``, the tensors of ``evaluated`` as one vector."""
         return self.loss_and_accuracy(flat)[0]
 
     @torch.no_grad()
     def loss_and_accuracy(self, flat: torch.Tensor) -> tuple[float, float | None]:
-        """Mean loss, and the share of samples whose class is right, where the loss is cross-entropy."""
+        """Return the mean loss, and the accuracy if the loss is cross-entropy."""
         tensors = evaluated(self._model.to(flat.device))
         for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
@@ -46,33 +46,36 @@ class HeldOut:
 
 
 def evaluated(model: nn.Module) -> list[torch.Tensor]:
-    """What an evaluation depends on: parameters, then buffers of the same kind of numbers."""
+    """Return the tensors that an evaluation depends on: parameters, then floating-point buffers."""
     return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
 
 
 def sparse_embeddings(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Modules that were built so that their weights' gradients are sparse."""
+    """Return the modules whose weights have sparse gradients."""
     return [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
 
 
 def sparse_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters whose gradients are sparse."""
+    """Return the names of the parameters with sparse gradients."""
     modules = {id(module.weight) for module in sparse_embeddings(model)}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in modules)
 
 
 def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
-    """Raise ``ConfigError`` for an optimizer that takes no sparse gradients, where the model has some and trainers update it."""
+    """Raise ``ConfigError`` if trainers update sparse gradients with an unsuitable optimizer."""
     if (workload.optimizer == "adam" or workload.weight_decay) and (sparse := sparse_weights(model)):
         adam = workload.optimizer == "adam"
         where, value = ("optimizer", repr(workload.optimizer)) if adam else ("weight_decay", str(workload.weight_decay))
-        servers = '; parameter servers (strategy.mode = "ps", but for GeoSGD) take adam' if adam else ""
+        servers = '; parameter servers (strategy.mode = "ps", except for GeoSGD) take adam' if adam else ""
         hint = f"use sgd or adagrad, without weight_decay{servers}"
         raise ConfigError(f"cannot update {min(sparse)}, whose gradients are sparse", f"workload.{where}", value, hint)
 
 
 def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> Sampler:
-    """Which of the prepared ``data`` a trainer's batches have. Raises ``ConfigError`` where they do not give all trainers one."""
+    """Return the sampler of a trainer's batches from the prepared ``data``.
+
+    Raises ``ConfigError`` if the data are too few for one batch per trainer.
+    """
     workload, num_samples = experiment.workload, num_training_samples(data)
     if workload.batch_size * trainers > num_samples and workload.uneven_data == "cut":
         raise ConfigError("is more than there are samples for", "workload.batch_size", str(workload.batch_size), 'use uneven_data = "pad"')
@@ -89,7 +92,7 @@ def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> 
 
 
 def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
-    """The workload's optimizer."""
+    """Return the workload's optimizer."""
     parameters, decay = model.parameters(), workload.weight_decay
     if workload.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=workload.lr, weight_decay=decay)
@@ -100,7 +103,7 @@ def make_optimizer(model: torch.nn.Module, workload: Workload) -> torch.optim.Op
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, workload: Workload, step: int) -> None:
-    """Put the learning rate that the workload's decay gives ``step``."""
+    """Set the learning rate of ``step`` according to the workload's decay."""
     rate = learning_rate(workload, step)
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""Clocks: when something happened, said without waiting for it.
+"""Clocks: times of events, taken without waiting for them.
 
 On a device, operations run long after the host has enqueued them, so a time is first a mark in the
 current stream, and a number once the device has passed it.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 Mark = Any
-"""A moment of one clock; only that clock knows what it is."""
+"""A moment of one clock, opaque to everybody else."""
 
 _MILLISECOND_NS = 1_000_000
 _ANCHOR_EVERY_NS = 1_000_000_000

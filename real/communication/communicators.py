@@ -7,6 +7,7 @@ of the process, because making one is itself a collective. Below are the device 
 
 import hashlib
 import itertools
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +40,12 @@ class Way:
 
     name: str
     number: int
-    """Of the group, the same on all its ranks: it chooses sizes and numbers."""
+    """Number of the group, the same on all its ranks; sizes and values of the canary's tensors depend on it."""
     lane: Lane
     ranks: int
-    """Of the group."""
+    """Number of ranks in the group."""
     place: int
-    """This rank's, in the group."""
+    """This rank's index in the group."""
     total: Callable[[torch.Tensor], None]
     """Replaces a tensor by its sum over the group."""
 
@@ -117,14 +118,16 @@ def _canary_error(what: str, where: str, together: Sequence[Way], device: torch.
 _CPU = torch.device("cpu")
 Errors = Callable[[], AbstractContextManager[None]]
 """Turns what breaks a collective inside into a ``CollectiveFailed``."""
-_BESIDE, _UNEVEN = -1, -2
-"""Communicators whose collectives are the compute's own, in the order of the caller's stream; the second: of uneven inputs."""
+_BESIDE, _UNEVEN, _IN_TURN = -1, -2, -3
+"""Communicators without a lane: for exchanges of the compute itself, for uneven inputs, and for one all-reduce at a time."""
+_ONE_THREAD = "gloo_in_turn"
+"""Name under which torch knows gloo with one thread a group."""
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
-    """Say of what breaks inside that it was a collective."""
+    """Raise errors of the collectives inside as ``CollectiveFailed``."""
     try:
         yield
     except RuntimeError as error:
@@ -163,7 +166,7 @@ class Communicators:
     ) -> None:
         self.device = device
         self.errors = errors
-        """Stands around every collective."""
+        """Context manager around every collective."""
         self._backend = backend
         self._timeout = timeout
         self._make_lane = lane or partial(make_lane, device, backend)
@@ -177,12 +180,23 @@ class Communicators:
 
     @property
     def queue_depth(self) -> int:
-        """Operations that a communicator carries at once."""
+        """Number of operations that a communicator carries at once."""
         return queue_depth(self._backend)
 
     @property
+    def in_turn(self) -> int:
+        """Number of the communicator that carries one all-reduce at a time, in the order of their starts.
+
+        On NCCL it is communicator 0, whose stream orders them. Every rank calls it at the same place.
+        """
+        if self._backend != "gloo":
+            return 0
+        self._aside(_IN_TURN, "in turn")
+        return _IN_TURN
+
+    @property
     def trainers(self) -> int:
-        """Ranks of the world."""
+        """Number of ranks in the world."""
         return dist.get_world_size()
 
     @property
@@ -198,14 +212,14 @@ class Communicators:
         for communicator in range(number):
             for name, parts in self._parts.items():
                 if (parts, communicator) not in self._made:
-                    self._made[parts, communicator] = self._make(parts, f"{name}-{communicator}")
+                    self._made[parts, communicator] = self._make(parts, f"{name}-{communicator}", self._backend)
 
-    def _make(self, parts: Parts, name: str) -> dist.ProcessGroup | None:
+    def _make(self, parts: Parts, name: str, backend: str) -> dist.ProcessGroup | None:
         """This rank's process group; all ranks make those of all parts."""
         own = None
         for part in parts:
-            options = group_options(self._backend, self._timeout)
-            made = dist.new_group(list(part), self._timeout, self._backend, options, group_desc=name)
+            options = group_options(backend, self._timeout)
+            made = dist.new_group(list(part), self._timeout, backend, options, group_desc=name)
             if self.rank in part:
                 own = made
         return own
@@ -225,14 +239,14 @@ class Communicators:
         """
         trusted = self._backend == "gloo" and self.device.type == "cpu"
         if self.trainers > 1 and (together > self._proved or (not trusted and len(self._made) > self._num_tried)):
-            ways = {way: communicator for communicator in (*range(len(self._lanes)), _BESIDE) for way in self._ways(communicator)}
+            ways = {way: communicator for communicator in (*range(len(self._lanes)), _BESIDE, _IN_TURN) for way in self._ways(communicator)}
             canary([*ways], [way for way, communicator in ways.items() if communicator < together], self.device)
             self._proved, self._num_tried = max(together, self._proved), len(self._made)
 
     def _ways(self, communicator: int) -> list[Way]:
         """The process groups that a communicator has on this rank."""
-        lane = InlineLane() if communicator == _BESIDE else self.lane(communicator)
-        where = "what is exchanged beside buckets" if communicator == _BESIDE else f"communicator {communicator}"
+        lane = InlineLane() if communicator < 0 else self.lane(communicator)
+        where = {_BESIDE: "what is exchanged beside buckets", _IN_TURN: "buckets in turn"}.get(communicator, f"communicator {communicator}")
         ways = []
         for number, (name, parts) in enumerate(self._parts.items(), start=communicator):
             part = part_of(parts, self.rank)
@@ -266,7 +280,7 @@ class Communicators:
             lane.submit(lambda: None, ()).wait()
 
     def order_several(self) -> None:
-        """Where there are several communicators, begin no more operations at once than one plan does: order what comes after all lanes."""
+        """Order the caller after all lanes if there are several: several models begin no more operations at once than one."""
         if len(self._lanes) > 1:
             self.order_lanes()
 
@@ -277,7 +291,7 @@ class Communicators:
 
     @property
     def beside(self) -> dist.ProcessGroup:
-        """The group of what trainers exchange while buckets travel: synchronised batch norm, and what the Reducer asks by itself.
+        """The group for exchanges beside buckets: synchronised batch norm, and the Reducer's flags of unused parameters.
 
         Every rank asks for it at the same place.
         """
@@ -285,13 +299,13 @@ class Communicators:
 
     @property
     def uneven(self) -> dist.ProcessGroup:
-        """The group of what trainers with unequally many batches tell one another. Every rank asks for it at the same place."""
+        """The group for messages of trainers with unequally many batches. Every rank calls it at the same place."""
         return self._aside(_UNEVEN, "uneven")
 
     def _aside(self, number: int, name: str) -> dist.ProcessGroup:
         world = self._parts["world"]
         if (world, number) not in self._made:
-            self._made[world, number] = self._make(world, name)
+            self._made[world, number] = self._make(world, name, one_thread() if number == _IN_TURN else self._backend)
         return self._group("world", number)
 
     def largest(self, number: int) -> int:
@@ -366,7 +380,7 @@ class Communicators:
             lane.close()
 
     def _run(self, collective: Callable[..., dist.Work | None], group: str, communicator: int) -> None:
-        """Order what comes after a collective after it: on gloo by blocking, on NCCL in the current stream."""
+        """Run a collective and order the caller after it: on gloo by blocking, on NCCL in the current stream."""
         with self.errors():
             work = collective(group=self._group(group, communicator), async_op=True)
             if work is not None:
@@ -400,7 +414,7 @@ def agree_on(lines: Sequence[str], where: str, communicators: Communicators, hin
 
 
 def _texts(text: str, communicators: Communicators) -> list[str]:
-    """All ranks' texts, in their order."""
+    """The texts of all ranks, in rank order."""
     data = text.encode()
     lengths = _gathered(torch.tensor([len(data)], device="cpu"), communicators)
     padded = torch.tensor([*data.ljust(max(lengths), b"\0")], dtype=torch.uint8, device="cpu")
@@ -459,7 +473,7 @@ def nccl_device(local_rank: int, *, is_set: bool) -> torch.device:
 
 
 def texts_of_store(name: str, text: str) -> list[str]:
-    """All ranks' texts in the order of ranks, through their store: before there is a device for collectives."""
+    """The texts of all ranks, in rank order, through their store, which needs no device."""
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
     keys = [f"fleetbench/{name}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], text)
@@ -489,3 +503,19 @@ def group_options(backend: str, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # noqa: SLF001  # new_group warns of options whose timeout is not its own; there is no public name
     return options
+
+
+def one_thread() -> str:
+    """The name of a backend that is gloo with one thread per process group, which carries one collective at a time."""
+    if not hasattr(dist.Backend, _ONE_THREAD.upper()):
+        dist.Backend.register_backend(_ONE_THREAD, _gloo_of_one_thread, devices=["cpu", "cuda"])
+    return _ONE_THREAD
+
+
+def _gloo_of_one_thread(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001  # torch has no public name for a number of threads
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = [gloo.create_device(interface=name) for name in names.split(",") if name] or [gloo.create_default_device()]  # noqa: SLF001
+    options._timeout, options._threads = timeout, 1  # noqa: SLF001  # as above
+    return gloo(store, rank, ranks, options)

@@ -1,4 +1,4 @@
-"""Lanes: where collectives run beside compute.
+"""Lanes: queues of collectives that run beside compute.
 
 A lane starts what is submitted to it in order. ``submit`` returns a ``Ticket``; an operation
 starts once the tickets it comes ``after`` are done, on any lane. On a CPU a lane
@@ -83,14 +83,14 @@ class Flight:
 
 
 class _ThreadTicket:
-    """What the lane's thread was given: it runs it to its end, or hands it over."""
+    """An operation on the lane's thread, which runs it or hands it over to the backend."""
 
     def __init__(self, future: Future[Started | None]) -> None:
         self._future = future
 
     @property
     def has_left(self) -> bool:
-        """Whether the thread is through with it."""
+        """Whether the thread has finished with the operation."""
         return self._future.done()
 
     def wait(self) -> None:
@@ -119,10 +119,10 @@ class ThreadLane:
         self._streams: Streams = torch.get_device_module(device)
         self._pool = ThreadPoolExecutor(1, name, self._streams.set_device, (device,))
         self._last: _ThreadTicket | None = None
-        """What the thread was given last."""
+        """The last operation given to the thread."""
         self._lock = Lock()
         self._handed: list[Started] = []
-        """What the backend may still have."""
+        """Collectives that the backend may still carry."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """See ``Lane``."""
@@ -208,7 +208,7 @@ class StreamLane:
             ticket.wait()
 
     def ticket(self, event: Any) -> Ticket:
-        """What ``submit`` returns for an operation that ends at ``event``."""
+        """The ticket of an operation that ends at ``event``."""
         return StreamTicket(self.streams, event)
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class StreamLane:
 
 
 class Joined:
-    """Done with what it came after."""
+    """A ticket that is done when those it comes after are done."""
 
     def __init__(self, after: Sequence[Ticket]) -> None:
         self._after = tuple(after)

@@ -22,7 +22,7 @@ from real.communication.communicators import Communicators
 
 _LARGEST = 127
 Timed = Callable[[str], AbstractContextManager[None]]
-"""Times a collective of this name."""
+"""Returns a context manager that times a collective of this name."""
 
 
 def quantise(numbers: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class EmulatedModel(nn.Module):
             raise ConfigError(what, f"parameter {sparse}", hint='set run.device = "cpu", or build the embedding with sparse=False')
         name, count = Counter(gradient.name for gradient in gradients).most_common(1)[0]
         if count > 1:
-            raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or mend its file")
+            raise ConfigError("two gradients have one name", "workload.profile", repr(name), "take the profile again, or correct its file")
         self.pace = pace or Pace()
         self._compute_ns = table.forward_ns + table.backward_ns
         parameters = {gradient.name: _add_parameter(self, gradient) for layer in table.layers for gradient in layer.gradients}

@@ -26,11 +26,11 @@ from real.engine.sparse import SparseBucket
 
 copy_all = torch._foreach_copy_  # torch has no public name for copying a list of tensors at once
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""In which type gradients of small types are summed up over steps."""
+"""The types in which gradients of small types are summed over steps."""
 
 
 def _put(function: Callable[..., Any], pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Call a function of lists with the pairs that have a gradient."""
+    """Call a function of two lists of tensors, leaving out pairs without a gradient."""
     whole = [(view, gradient) for view, gradient in pairs if gradient is not None]
     if whole:
         function(*map(list, zip(*whole, strict=True)))
@@ -64,20 +64,20 @@ class GradientBucket:
         self.id = bucket.id
         self.parameters = tuple(parameters)
         self.merged = 0
-        """Steps in the sum."""
+        """Number of steps whose gradients are in the sum."""
         self._numel = bucket.numel
         self._buffer: torch.Tensor | None = None
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The Reducer's, once it has come; made at first use, where an update comes before or nothing is exchanged in a backward."""
+        """The flat buffer: the Reducer's after its first backward; made at first use if there is no Reducer or an update comes first."""
         if self._buffer is None:
             first = self.parameters[0]
             self._buffer = torch.zeros(self._numel, dtype=first.dtype, device=first.device)
         return self._buffer
 
     def place(self, buffer: torch.Tensor) -> bool:
-        """Gradients lie here; whether they lay elsewhere before."""
+        """Take ``buffer`` as the place of the gradients. Returns whether they lay elsewhere before."""
         if self._buffer is not None and buffer.numel() and self._buffer.data_ptr() == buffer.data_ptr():
             return False
         is_pairs = self.parameters[0].is_complex() and not buffer.is_complex()  # as the Reducer shows complex numbers
@@ -166,7 +166,7 @@ class DeltaBucket:
 
     @cached_property
     def residual(self) -> torch.Tensor:
-        """What quantising has taken from the distances and the next ones get back, in FP32; made at first use."""
+        """Flat rounding errors of earlier quantised distances, added to the next ones, in FP32; made at first use."""
         return torch.zeros_like(self.buffer, dtype=torch.float32)
 
     @torch.no_grad()
@@ -177,7 +177,10 @@ class DeltaBucket:
 
     @torch.no_grad()
     def step(self, outer: Outer) -> None:
-        """Make the mean distance in the buffer the outer optimizer's step, but for its rate. Downhill, so gradients' signs are turned."""
+        """Replace the mean distance in the buffer by the outer optimizer's step, without its rate.
+
+        A distance points downhill, against its gradient.
+        """
         if outer.momentum == 0:
             return
         if self._velocity is None:
@@ -221,7 +224,7 @@ class DeltaBucket:
 
     @torch.no_grad()
     def averages(self) -> list[torch.Tensor]:
-        """What ``merge`` would make of the buffer, one tensor a parameter; nothing moves."""
+        """The parameters that ``merge`` would leave, one tensor per parameter; nothing is changed."""
         return views_of(self._snapshot.to(self._device) + self.buffer, self.parameters)
 
     @torch.no_grad()
@@ -260,22 +263,22 @@ class ModelBuffers:
         self._shapes = {name: own.shape for name, own in plain.items() if own.untyped_storage()._cdata not in parameters}  # noqa: SLF001  # as above
         norms = [prefix for prefix, module in model.named_modules() if isinstance(module, _NormBase)]
         self._unread = {f"{prefix}.{name}".lstrip(".") for prefix in norms for name in _STATISTICS}
-        """Names of those that no training forward reads."""
+        """Names of the buffers that no training forward reads."""
         self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
-        """Buffers of a type, their numbers in one tensor, and how these are reduced."""
+        """For each type: its buffers, their numbers in one flat tensor, and the operator of their all-reduce."""
 
     @property
     def nbytes(self) -> int:
-        """Size of all of them, in bytes."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for name, buffer in self._model.named_buffers() if name in self._shapes)
 
     @property
     def averaged_nbytes(self) -> int:
-        """Bytes that an average of them carries: fewer where there are masks, more where numbers are widened."""
+        """Bytes that an average of the buffers sends: without masks, and in the wider type of small ones."""
         return sum(buffer.numel() * _carrier(buffer).itemsize for buffer in filter(_is_averaged, self._found().values()))
 
     def _found(self) -> dict[str, torch.Tensor]:
-        """Those of now: a module may have put others in their place. Raises ``ConfigError`` for one that is gone or has another shape."""
+        """The module's present buffers, by name. Raises ``ConfigError`` for one that is gone or has another shape."""
         now = dict(self._model.named_buffers(remove_duplicate=False))
         for name, shape in self._shapes.items():
             if name not in now or now[name].shape != shape:
@@ -287,7 +290,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def send(self, communicators: Communicators, *, read: bool = False, source: int = 0) -> int:
-        """Replace them by rank ``source``'s, and return their bytes; ``read``: those that a training forward may read."""
+        """Replace the buffers by rank ``source``'s, and return the bytes sent; ``read``: only buffers that a training forward reads."""
         found = self._found()
         kept = [buffer for name, buffer in found.items() if name in self._unread]  # a graph of before remains good
         sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
@@ -299,7 +302,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Gather what is averaged."""
+        """Gather the buffers to be averaged in flat tensors."""
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in filter(_is_averaged, self._found().values()):
             kinds.setdefault(_carrier(buffer), []).append(buffer)
@@ -309,13 +312,13 @@ class ModelBuffers:
         ]
 
     def run(self, operation: Operation, communicators: Communicators) -> None:
-        """Average them; runs on a lane."""
+        """Average the flat tensors; runs on a lane."""
         for _, flat, how in self._packed:
             communicators.all_reduce(flat, how, operation.group, operation.communicator)
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Put the averages into the model."""
+        """Copy the averages into the model's buffers."""
         for buffers, flat, _ in self._packed:
             pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
             copy_all(buffers, [piece.view(buffer.shape).to(buffer.dtype) for piece, buffer in zip(pieces, buffers, strict=True)])
@@ -334,10 +337,10 @@ def _carrier(buffer: torch.Tensor) -> torch.dtype:
 
 
 class Storage:
-    """Where a plan's buckets lie.
+    """The buckets of a plan.
 
-    ``gradients`` is empty where nothing gathers them: trainers that update alone, parameter by
-    parameter. ``deltas`` is empty where trainers never part.
+    ``gradients`` is empty if trainers update alone, parameter by parameter. ``deltas`` is empty if
+    trainers never update alone.
     """
 
     def __init__(
@@ -389,13 +392,13 @@ class Storage:
         return {name: total for bucket, gradients in summed for name, total in zip(bucket.gradients, gradients.sums, strict=True)}
 
     def place(self, bucket: int, buffer: torch.Tensor) -> None:
-        """A bucket's gradients lie in this buffer."""
+        """Take ``buffer`` as the place of a bucket's gradients."""
         gradients = self.gradients[bucket]
         if isinstance(gradients, GradientBucket) and gradients.place(buffer):
             self._transfers.pop(("gradient", bucket), None)
 
     def transfer(self, payload: str, bucket: int) -> Transfer:
-        """What the bucket's chain of operations carries."""
+        """The tensors that the bucket's operations carry."""
         found = self._transfers.get((payload, bucket))
         if found is None:
             residual = self.deltas[bucket].residual if payload == "delta" and self._feeds_back else None
@@ -417,7 +420,7 @@ class Storage:
 
 
 class Transfer:
-    """What one chain of operations carries: a bucket's gradients, deltas, or optimizer state.
+    """A flat tensor that a chain of operations exchanges: a bucket's gradients, deltas, or optimizer state.
 
     ``chain`` is the plan's operations of the bucket. Where it travels in a smaller type, or is cut
     into equal pieces, it is copied before the first operation and back after the last.
@@ -430,7 +433,7 @@ class Transfer:
     def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
         """``residual``: of an all-reduce in INT8, see ``average_quantised``."""
         self.buffer = buffer
-        """The numbers that are packed before the exchange and read after it, in the parameters' type."""
+        """The flat tensor that is packed before the exchange and read after it, in the parameters' type."""
         self._numbers = numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         self._residual = residual
         self._communicators = communicators
@@ -446,7 +449,7 @@ class Transfer:
         self._own = torch.empty(padded // pieces, dtype=dtype, device=buffer.device) if pieces > 1 else self._whole
 
     def is_first(self, operation: Operation) -> bool:
-        """Whether the bucket sets out with this operation."""
+        """Whether this operation is the first of the chain."""
         return _place(operation) == self._first
 
     @torch.no_grad()
@@ -478,9 +481,9 @@ class Transfer:
         """Whether the buffer itself is averaged, and nothing is to be done before or after it."""
         return self._averages and not self._copies and not self._quantises
 
-    def begin(self, operation: Operation, ended: Callable[[], None] | None) -> Started | None:
-        """Begin the operation of a plain chain; see ``Communicators.start_average``."""
-        return self._communicators.start_average(self._numbers, operation.communicator, ended)
+    def begin(self, communicator: int, ended: Callable[[], None] | None) -> Started:
+        """Begin a plain chain's all-reduce on this communicator; see ``Communicators.start_average``."""
+        return self._communicators.start_average(self._numbers, communicator, ended)
 
 
 def _place(operation: Operation) -> tuple[str, str]:

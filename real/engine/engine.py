@@ -1,17 +1,14 @@
 """Engine: executes a strategy's operations on a model and an optimizer, through their hooks.
 
-The engine decides nothing: torch's Reducer finds out when a bucket is ready (``real.engine.reducer``), the engine tells the strategy what
-happened, and runs what the strategy answers. Where nothing is exchanged in a backward, because trainers update alone or
-there is one, there is no Reducer. A step's life: ``idle`` -> ``forward`` (the model's forward
-begins it) -> ``backward`` (buckets become ready; at the end of the backward the gradients'
-collectives are waited for, so that ``.grad`` holds averages when ``backward()`` returns) ->
-``update`` (the optimizer's step, and after it the operations that wait for it) -> ``idle``.
-A backward inside ``no_sync`` only leaves its gradients in ``.grad``: ``forward`` -> ``kept`` ->
-``forward``. Another backward before the update takes the strategy back to the step's begin, and the
-step's exchange is done again.
+The engine decides nothing: it tells the strategy what happened, and runs its answers. torch's Reducer finds out when a
+bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one trainer. A step: ``idle`` ->
+``forward`` (begun by the model's forward) -> ``backward`` (buckets become ready; at its end the engine waits for the
+collectives, so that ``.grad`` holds averages when ``backward()`` returns) -> ``update`` (the optimizer's step, and the
+operations after it) -> ``idle``. A backward inside ``no_sync`` only leaves its gradients in ``.grad``: ``forward`` ->
+``kept`` -> ``forward``. Another backward before the update takes the strategy back to the step's begin, and repeats the exchange.
 
-The first update's plan takes the gradients in reverse registration order; hooks note in which order they become ready; then rank 0's
-is broadcast, and the plan that all ranks build from it stays.
+The first update's plan takes the gradients in reverse registration order; hooks note the order in which they become
+ready. Rank 0's order is then broadcast, and all ranks keep the plan that they build from it.
 """
 
 import dataclasses
@@ -84,19 +81,19 @@ class Engine:
     """
 
     on_step: Callable[[int], None] | None = None
-    """Hears of every step as it begins."""
+    """Called with the number of each step when it begins."""
     on_compute_end: Callable[[], None] | None = None
-    """Runs where the backward's computation ends, before anything is waited for."""
+    """Called when the backward's computation has ended, before the engine waits for collectives."""
     on_failure: Callable[[BaseException], None] | None = None
-    """Hears of an exception in the middle of a step, after which trainers cannot agree again."""
+    """Called with an exception that a step raised: the trainers are at different places from then on."""
     _behind = "idle"
-    """The phase before the backward under way."""
+    """Phase in which the backward under way began."""
     _comes = False
-    """The backward under way leaves gradients, and is no ``torch.autograd.grad``."""
+    """Whether the backward under way leaves gradients, unlike ``torch.autograd.grad``."""
     _keeps = False
-    """Backwards leave their gradients on this rank."""
+    """Whether backwards keep their gradients on this rank, as inside ``no_sync``."""
     _is_passed = False
-    """The last backward came through this model on its way to another, which was updated since: see ``FleetEngine``."""
+    """Whether the last backward passed through this model to another one, which was updated since: see ``FleetEngine``."""
 
     def __init__(
         self,
@@ -128,12 +125,13 @@ class Engine:
         self._phase = "idle"
         self._nodes = nodes_of(self._members)
         self._unused: list[str] = []
-        """Parameters that the backward under way has left without a gradient, where those are looked for."""
+        """Names of parameters without a gradient in the backward under way, if the strategy looks for them."""
         self._hidden: RemovableHandle | None = None
-        """Hears of a backward's first gradient, where the model's outputs are not found."""
+        """Hook on a backward's first gradient, for a model whose outputs contain no tensors."""
         self._keeps, self._holds, self._was_synced, self._num_moves = False, False, False, 0
-        """Whether a backward would only leave its gradients in ``.grad``; whether one of this step has; whether the step's last forward was
-        outside of ``no_sync``, so that its next reads rank 0's buffers, as under DDP; how often parameters were replaced in mid-step."""
+        """Whether backwards keep their gradients on this rank; whether a backward of this step has; whether the
+        step's last forward ran outside of ``no_sync``, so that the next one reads rank 0's buffers, as in DDP; how
+        often parameters were replaced in the middle of a step."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
@@ -158,7 +156,7 @@ class Engine:
             self._outside = OutsideChanges(self._parameters, reads=host)
         self._owners = owners_of(model)
         self.meeting: Meeting | None = None
-        """Where trainers that do not come are named."""
+        """Meeting of all ranks, which names ranks that do not come."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
@@ -179,12 +177,12 @@ class Engine:
 
     @property
     def num_updates(self) -> int:
-        """The last update, counted from 1 as steps are."""
+        """Number of updates so far, which is also the number of the last one."""
         return self._decider.state.updates
 
     @property
     def loss_scale(self) -> float:
-        """By what the loss is multiplied in the backward under way, or the next."""
+        """Factor of the loss in the backward under way, or the next one."""
         scale = self._decider.state.scale
         return 1.0 if scale is None else scale.value
 
@@ -195,13 +193,13 @@ class Engine:
 
     @property
     def executor(self) -> Executor:
-        """What runs the plan in force."""
+        """The executor of the plan in force."""
         assert self._executor is not None
         return self._executor
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Those whose steps are the updates, in the order in which they were attached."""
+        """The attached optimizers, whose steps are the updates, in the order in which they were attached."""
         return self._updates.optimizers
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,9 +211,7 @@ class Engine:
         refuse_wrappers(self.model)
         refuse_optimizer(optimizer, self.executor.combination)
         if self.optimizers:
-            self._updates.end_open()
-            if not self._is_in_vain():
-                refuse_in_step(self._phase, "fleet.distributed_optimizer")
+            self._between("fleet.distributed_optimizer")
         self.take_over()
         optimizers = self._updates.joined_by(optimizer)
         slots = self.executor.attach(optimizers)
@@ -242,7 +238,7 @@ class Engine:
         agree_on(lines, OUTSIDE, self.communicators, ALIKE)
 
     def note_parameters(self) -> None:
-        """What was written to the parameters until now is no change from outside."""
+        """Take all writes to the parameters so far as fleet's own, see ``OutsideChanges``."""
         if self._outside is not None:
             self._outside.note()
 
@@ -275,14 +271,8 @@ class Engine:
         self._run_between(DataEnd() if end else Flush(), "fleet.synchronize")
 
     def progress(self, where: str) -> Progress:
-        """What ``resume`` needs; ``where`` asks.
-
-        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and for renamed parameters.
-        """
-        self._updates.end_open()
-        begun = self._is_in_vain()
-        if not begun:
-            refuse_in_step(self._phase, where)
+        """The progress that ``resume`` takes. Raises ``ConfigError`` within a step that has come to something; for renamed parameters."""
+        begun = self._between(where)
         refuse_renamed(self._parameters, self.model, where)
         return Progress(
             state=self._before[0] if begun else self._decider.state,
@@ -295,14 +285,10 @@ class Engine:
     def resume(self, progress: Progress, carried: Carried, where: str) -> None:
         """Go on where ``progress`` was taken, by the same plan, with what the step before it left.
 
-        Every rank calls it; parameters, buffers and the optimizer's state are put in place after it.
-
-        Raises ``ConfigError`` in the middle of a step, unless it has come to nothing, and where another plan
-        would come of it.
+        Every rank calls it, and puts parameters, buffers and the optimizer's state in place after it. Raises ``ConfigError``
+        in the middle of a step, unless it has come to nothing, and if another plan would result.
         """
-        self._updates.end_open()
-        if not self._is_in_vain():
-            refuse_in_step(self._phase, where)
+        self._between(where)
         order = self._planning.resume(progress, where)
         if progress.settled:
             self._stay(progress.state, carried)
@@ -317,7 +303,7 @@ class Engine:
             parameter.grad = None
 
     def recordings(self) -> list[Recording]:
-        """This rank's events and operations since the plan was settled, where asked for: one, or none."""
+        """One recording of this rank's events and operations since the plan was settled, or none without ``record``."""
         return [] if self._initial is None or self._decider.log is None else [self._decider.recording()]
 
     def close(self) -> None:
@@ -376,7 +362,7 @@ class Engine:
         return set(map(id, self._members))
 
     def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
-        """A part of a step that tells ``on_failure`` what it raises; it does not keep the engine alive."""
+        """Wrap a part of a step so that ``on_failure`` hears its exceptions; the wrapper does not keep the engine alive."""
         own, call = ref(self), weakly(part)
 
         def run(*arguments: Any) -> None:
@@ -438,14 +424,14 @@ class Engine:
         return output
 
     def hear_backward(self) -> None:
-        """Let the first gradient tell of a backward: no output of the model does, or it comes within the forward, and ends it."""
+        """Take the first gradient as the begin of a backward, for outputs without tensors and backwards within the forward."""
         if self._phase in ("forward", "kept", "update"):
             self.stopwatch.forward_ends()
         if self._hidden is None:
             self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
 
     def _backward_begins(self, _gradient: torch.Tensor | None = None, num_moves: int | None = None) -> None:
-        """A backward has come to an output of the model, whose forward ran after so many moves."""
+        """A backward has reached an output of the model; ``num_moves``: the engine's count when the forward ran."""
         if self._phase == "backward":
             return
         if num_moves not in (None, self._num_moves):
@@ -478,7 +464,7 @@ class Engine:
         queue_callback(lambda: queue_callback(end))  # after the Reducer's own, which it queues in the backward
 
     def _backward_comes(self) -> None:
-        """The backward under way leaves gradients."""
+        """The backward under way turns out to leave gradients."""
         self._comes = True
         if self._behind == "update":
             self._behind = "forward"
@@ -494,13 +480,13 @@ class Engine:
         self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 
     def _is_final(self, name: str, parameter: torch.Tensor) -> None:
-        """A gradient is there, in a backward before the plan is settled."""
+        """Note when a gradient is final, until the plan is settled."""
         refuse_unknown_sparse(name, parameter.grad, self._planning.sparse)
         if self._phase == "backward":
             self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
 
     def _bucket_comes(self, bucket: GradBucket) -> None:
-        """The Reducer has all gradients of the next bucket."""
+        """All gradients of the next bucket are in the Reducer's buffer."""
         self._backward_begins()  # where no output was found to tell of it
         if not self._comes:
             self._backward_comes()
@@ -510,13 +496,24 @@ class Engine:
 
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
+        self._next_bucket += 1
+        if self.executor.is_plain:
+            self.executor.start_plain(bucket)
+            self.stopwatch.started(bucket, begin)
+            return
         if self.executor.looks_for_unused:
             self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
-        self._next_bucket += 1
         self.executor.start(operations)
         if operations:
             self.stopwatch.started(bucket, begin)
+
+    def _start_last(self) -> None:
+        """Start the buckets that the Reducer has not; of plain ones the strategy is told now, while the last are under way."""
+        while self._next_bucket < len(self.plan.buckets):
+            self._start_bucket()
+        if self.executor.is_plain:
+            self.executor.note_plain(started(self._tell(BucketReady(bucket.id)))[0] for bucket in self.plan.buckets)
 
     def _backward_ends(self) -> None:
         if not self._comes:
@@ -529,15 +526,14 @@ class Engine:
         self.stopwatch.backward_ends()
         if self._reducer is not None:
             refuse_missing(self._reducer, self.plan, self._parameters)
-        while self._next_bucket < len(self.plan.buckets):
-            self._start_bucket()
+        self._start_last()
         unused = tuple(sorted(self._unused))
         requests = self._tell(BackwardEnd(unused=unused))
         self._phase = "update"
         self.executor.end_backward(requests, unused, self.loss_scale)
 
     def _rests(self, _optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of this optimizer is none of this model's."""
+        """Whether a step of this optimizer does not concern this model."""
         return False
 
     def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
@@ -565,14 +561,18 @@ class Engine:
         holds = self._holds and not may_wait
         return self._phase in ("forward", "kept") and not (holds and not is_cleared(self._members))
 
-    def _run_between(self, event: Event, where: str) -> None:
-        """Tell the strategy of an event between steps, and do what it says; gradients that wait in ``.grad`` wait on."""
+    def _between(self, where: str, *, may_wait: bool = False) -> bool:
+        """End an open update. Returns whether a step has begun in vain; raises ``ConfigError`` in the middle of another one."""
         self._updates.end_open()
-        begun = self._is_in_vain(may_wait=not self.executor.combination.merges)
+        if not (begun := self._is_in_vain(may_wait=may_wait)):
+            refuse_in_step(self._phase, where)
+        return begun
+
+    def _run_between(self, event: Event, where: str) -> None:
+        """Tell the strategy of an event between steps, and run its operations; gradients waiting in ``.grad`` stay."""
+        begun = self._between(where, may_wait=not self.executor.combination.merges)
         if begun:
             self._decider.rewind(self._before)
-        else:
-            refuse_in_step(self._phase, where)
         self.take_over()
         state = self._decider.state
         has_moved = self.executor.run_between(self._tell(event))
@@ -587,7 +587,7 @@ class Engine:
         return tell(self._decider, event, time.monotonic_ns)
 
     def _note_round(self, before: State) -> None:
-        """Note the length of a round that lies closed since ``before``."""
+        """Give the stopwatch the length of a round of local steps that has ended since ``before``."""
         local_steps = closed_round(before, self._decider.state)
         if local_steps is not None:
             self.stopwatch.closes_round(local_steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,49 +16,51 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.build import Plan
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import Decided, Requests, Wanted
+from fleetbench.plan.exchange import is_plain
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.training import CollectiveTraining
 from real.communication.communicators import Communicators
-from real.communication.lanes import Flight, InlineLane, Joined, Lane, Started, Ticket, host_reads
+from real.communication.lanes import Flight, InlineLane, Joined, Started, Ticket, host_reads
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import DeltaBucket, ModelBuffers, Storage, Transfer
+from real.engine.gradients import Marks, are_same, marks_of
 from real.engine.optimizers import Controls
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
 
-Taken = tuple[list[torch.Tensor], list[int], torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a step leaves to the next, beside parameters, buffers and the optimizer's state; by parameter, where it is tensors."""
+    """State of an executor between steps, beside parameters, buffers and the optimizer's state. Tensors are by parameter name."""
 
     origin: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The values that deltas are measured from; empty where trainers never part."""
+    """Parameter values that deltas are measured from; empty if trainers never update alone."""
     velocity: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The outer optimizer's momentum; empty before its first step."""
     landed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Mean distances from ``origin`` in the fragment whose exchange is under way between steps; empty where none is."""
     residual: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What quantising has taken from this trainer's distances, in FP32; empty where nothing feeds it back."""
+    """Rounding errors of this trainer's quantised distances, in FP32; empty without error feedback."""
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Gradients that wait for more before an update; empty where none do."""
     merged: int = 0
-    """Steps in the sums."""
+    """Number of steps whose gradients are in ``sums``."""
     used: frozenset[str] = frozenset()
     """Parameters that a loss has reached since the last update."""
     loss: torch.Tensor | None = None
-    """The last step's, where it was told."""
+    """Loss of the last step, if it was reported."""
 
 
 class Executor:
-    """What a plan's operations do. Made again with every plan, between updates; ``carried`` is what outlives one."""
+    """Executes the operations of one plan. Each new plan gets a new executor, between updates, with the old one's ``carried``."""
 
     buffers_from: Callable[[], int] | None = None
-    """With uneven inputs: tells trainers without data that buffers are sent, and returns the rank whose buffers all take."""
+    """With uneven inputs: announces a broadcast of buffers to trainers without data, and returns its source rank."""
 
     def __init__(  # noqa: PLR0913  # what outlives a plan, one by one
         self,
@@ -76,7 +78,7 @@ class Executor:
         """``carried`` and ``optimizers``: from the plan before, or from a checkpoint. ``known``: see ``OptimizerControl``."""
         self._known = known
         self.loss = carried.loss
-        """The step's loss, where it was told."""
+        """Loss of the step, if it was reported."""
         self._model = model
         self.combination = strategy.combination
         self._plan = strategy.plan
@@ -88,15 +90,15 @@ class Executor:
         self._buffers = buffers
         self._tickets: dict[int, Ticket] = {}
         self._flying: dict[int, Ticket] = {}
-        """Exchanges of distances; a fragment's goes on over steps."""
+        """Exchanges of distances under way, by operation; that of a fragment lasts for several steps."""
         self._updates: list[Ticket] = []
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
         self._behind_update: Operations = ()
         self._requests: Requests = iter(())
         self._losses: Sequence[float] = ()
-        self._taken: list[Taken] = []
-        """Each optimizer's gradients that an update in the backward has used."""
+        self._taken: list[Marks] = []
+        """The gradients of each optimizer that an update in the backward has used."""
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used = set(carried.used)
@@ -115,7 +117,12 @@ class Executor:
         for delta in self.storage.deltas:
             delta.restore(carried.velocity, carried.landed, carried.residual)
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
-        """Buckets whose distances were taken and are not merged yet."""
+        """Ids of buckets whose distances were packed and are not merged yet."""
+        self.is_plain = _is_plain(self._plan, self.combination)
+        """Every bucket's start is one all-reduce of its gradients and nothing else; see ``start_plain``."""
+        self._in_turn = communicators.in_turn if self.is_plain and any(one.after for one in self._plan.exchange) else None
+        self._plain: list[Ticket] = []
+        """All-reduces under way whose operations have no ids yet, by bucket."""
         self.attach(optimizers)
 
     @property
@@ -133,7 +140,7 @@ class Executor:
 
     @property
     def looks_for_unused(self) -> bool:
-        """Whether each backward is asked which parameters it has left without a gradient."""
+        """Whether the engine looks for parameters without a gradient in each backward."""
         return self.combination.finds_unused or self._merges_unused
 
     @property
@@ -143,7 +150,7 @@ class Executor:
 
     @property
     def in_flight(self) -> set[str]:
-        """Parameters whose distances were taken and are not merged yet."""
+        """Names of parameters whose distances were packed and are not merged yet."""
         return {name for delta in self.storage.deltas if delta.id in self._waiting for name in delta.names}
 
     @property
@@ -168,16 +175,20 @@ class Executor:
         return found
 
     def carried(self) -> Carried:
-        """What this executor would hand to the next step."""
+        """The state for a next executor, see ``Carried``."""
         self._communicators.order_lanes()
         sums = self.storage.sums()
         merged = next((gradients.merged for gradients in self.storage.gradients), 0)
         landed = [delta for delta in self.storage.deltas if delta.id in self._waiting]
+
+        def by_name(deltas: Iterable[DeltaBucket], kind: str) -> dict[str, torch.Tensor]:
+            return {name: own for delta in deltas for name, own in zip(delta.names, getattr(delta, kind), strict=False)}
+
         return Carried(
             origin=self.storage.snapshot(),
-            velocity={name: own for delta in self.storage.deltas for name, own in zip(delta.names, delta.velocity, strict=False)},
-            landed={name: own for delta in landed for name, own in zip(delta.names, delta.distances, strict=True)},
-            residual={name: own for delta in self.storage.deltas for name, own in zip(delta.names, delta.residuals, strict=False)},
+            velocity=by_name(self.storage.deltas, "velocity"),
+            landed=by_name(landed, "distances"),
+            residual=by_name(self.storage.deltas, "residuals"),
             sums=sums,
             merged=merged if sums else 0,
             used=frozenset(self._used),
@@ -186,18 +197,18 @@ class Executor:
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
         """Control these optimizers; the largest number of tensors of a parameter's state that are averaged."""
-        num_planned = self._plan.num_state_slots
-        self._controls = Controls(optimizers, self.combination, self.storage, self._parameters, num_planned, self._known)
+        own = (self.storage, self._parameters, self._plan.num_state_slots, self._known)
+        self._controls = Controls(optimizers, self.combination, *own)
         return self._controls.num_slots
 
     def begin_step(self, step: int, operations: Operations) -> None:
-        """A step's forward begins."""
+        """Begin a step, with the operations of its begin."""
         self._step = step
         self.loss = None
         self.begin_again(operations)
 
     def forward_goes_on(self) -> None:
-        """Another forward of the step begins: as under DDP, it reads rank 0's buffers."""
+        """Begin another forward of the step, which reads rank 0's buffers, as in DDP."""
         if self._plan.buffers_nbytes and not self.combination.is_local:
             with self._stopwatch.waits():
                 is_even = self.buffers_from is None
@@ -205,7 +216,7 @@ class Executor:
             self._stopwatch.sends((self._communicators.trainers - 1) * nbytes // self._communicators.trainers)
 
     def send_buffers(self, source: int) -> None:
-        """Take part where others' buffers are sent: all take those of rank ``source``."""
+        """Take part in a broadcast of rank ``source``'s buffers."""
         self._buffers.send(self._communicators, source=source)
 
     def _source_of_buffers(self) -> int:
@@ -215,6 +226,7 @@ class Executor:
         """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
         self.release_statistics()
         self._tickets.clear()
+        self._plain.clear()
         self._updates.clear()
         if any(operation.kind == "hold" for operation in operations):
             self._release_statistics = hold_statistics(self._model)
@@ -225,7 +237,7 @@ class Executor:
             self._absent = {name for name, parameter in self._parameters.items() if parameter.grad is None}
 
     def release_statistics(self) -> None:
-        """The backward is over: batch-norm statistics may move again."""
+        """Let batch-norm statistics move again, after a backward."""
         if self._release_statistics is not None:
             self._release_statistics()
             self._release_statistics = None
@@ -235,8 +247,29 @@ class Executor:
         for operation in operations:
             self._run(operation)
 
+    def start_plain(self, bucket: int) -> None:
+        """Start a bucket's all-reduce before the strategy is told that the bucket is ready: its answer is known.
+
+        Each process group runs its all-reduces in the order of their starts, which is the plan's on every rank: the Reducer
+        hands buckets over in that order, on one thread. If the plan has one in flight, all go to one group that carries one
+        at a time. On NCCL that is their communicator's, whose stream orders them; on gloo it has a single thread, and shares
+        no thread or connection with the groups of other models, of batch norms and of what follows the backward.
+        """
+        operation = self._plan.of_bucket[bucket][0]
+        if bucket == len(self._plan.buckets) - 1:
+            self._stopwatch.arrives()
+        lane, transfer = self._communicators.lane(operation.communicator), self.storage.transfer("gradient", bucket)
+        self._plain.append(lane.submit(self._flight(operation, transfer), ()))
+
+    def note_plain(self, operations: Iterable[Operation]) -> None:
+        """The strategy has answered to all buckets that were started."""
+        for operation, ticket in zip(operations, self._plain, strict=True):
+            self._tickets[operation.id] = ticket
+            self._stopwatch.sends(wire_bytes(operation, self._communicators.trainers))
+        self._plain.clear()
+
     def end_backward(self, requests: Requests, unused: Sequence[str], scale: float) -> None:
-        """Leave averages in ``.grad``, unscaled, and know what the update will be; ``requests`` are those of the backward's end."""
+        """Leave averages in ``.grad``, unscaled, and prepare the update; ``requests``: the strategy's answers to the backward's end."""
         operations = started(requests)
         self.release_statistics()
         if self._merges_unused:
@@ -253,7 +286,7 @@ class Executor:
                 ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
-        self._taken = self._gradients_now() if self._updates else []
+        self._taken = self._marks() if self._updates else []
         if scales and not self.combination.is_local:
             self._scalars["found_inf"] = unscale(own_gradients(self._parameters.values()), scale, self._device)
         if closes:
@@ -268,17 +301,18 @@ class Executor:
         self._behind_update, self._requests = decided[local + 1 :], requests
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One of the user's optimizers is about to step."""
+        """Prepare a step of one of the user's optimizers."""
         place = self._controls.place(optimizer)
-        if self._taken and not _are_same(self._taken[place], self._gradients_now()[place]):
+        if self._taken and not are_same(self._taken[place], self._marks()[place]):
             what = "gradients were changed after the backward, which has updated the parameters already"
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
-        self._controls.begin(place, updates=self._updates_now or self.combination.leaves_averages)
+        self._controls.refuse_shared()
+        self._controls.each[place].begin(updates=self._updates_now or self.combination.leaves_averages)
 
     def end_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
-        self._controls.end(self._controls.place(optimizer))
+        """Undo ``begin_update``, after the step."""
+        self._controls.each[self._controls.place(optimizer)].end()
 
     def finish_update(self) -> None:
         """The user's optimizers have stepped: run what was decided after the update."""
@@ -314,27 +348,11 @@ class Executor:
         self._stopwatch.update_ends()
         return True
 
-    @torch.no_grad()
-    def _gradients_now(self) -> list[Taken]:
-        """By optimizer: its gradients, how often each was written to in place, and sums and norms as bits, so that NaNs equal themselves.
-
-        Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted. They are those of the
-        buckets where one optimizer holds all. Others may have cleared theirs, of which those in a bucket count together.
-        """
-        found = []
+    def _marks(self) -> list[Marks]:
+        """Marks of the gradients of each optimizer; of a single one, whose others may have cleared theirs, by buckets."""
         held = self._controls.held()
-        for parameters in held:
-            gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
-            if len(held) == 1:
-                values = [bucket.values for bucket in self.storage.gradients]
-                counted = [gradient._version for gradient in gradients]  # noqa: SLF001  # torch documents it
-            else:
-                values, counted = [own._values() if own.is_sparse else own for own in gradients], []  # noqa: SLF001  # torch documents it
-            real = [torch.view_as_real(own) if own.is_complex() else own for own in values]
-            numbers = [one for own in real for one in (own.sum(dtype=torch.float64), torch.linalg.vector_norm(own, dtype=torch.float64))]
-            bits = torch.stack(numbers).view(torch.int64) if numbers else torch.empty(0, device=self._device)
-            found.append((gradients, counted, bits))
-        return found
+        buckets = [bucket.values for bucket in self.storage.gradients] if len(held) == 1 else None
+        return [marks_of(parameters, buckets, self._device) for parameters in held]
 
     def _controlled(self) -> Controls:
         if not self._controls.optimizers:
@@ -362,7 +380,7 @@ class Executor:
             request.value = math.fsum(self._losses) / len(self._losses)
 
     def _mean_lr(self) -> float:
-        """Of the trainers' learning rates, which they have told one another with their losses, where those are wanted."""
+        """Mean of the trainers' learning rates, exchanged together with their losses."""
         rates: Sequence[float] = (self._controlled().lr,)
         if (agreement := self._scalars.pop("agreement", None)) is not None:
             with host_reads():
@@ -412,12 +430,18 @@ class Executor:
         if not self._communicators.part(operation.group):
             tickets[operation.id] = Joined(self._after(operation))  # as far as this rank knows
             return
-        transfer = self._transfer(operation)
+        flight = self._flight(operation, self._transfer(operation))
+        self._stopwatch.arrives(of_average=operation.payload == "delta")
+        self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
+
+        lane = self._inline or self._communicators.lane(operation.communicator)
+        tickets[operation.id] = lane.submit(flight, self._after(operation))
+
+    def _flight(self, operation: Operation, transfer: Transfer | None) -> Flight:
+        """The collective of an operation, for a lane; what it carries is packed now, unless it is a ``transfer``."""
         step = self._step
         timed = partial(self._stopwatch.collective, operation, step)
         work = self._work(operation) if transfer is None else partial(transfer.run, operation, timed)
-        self._stopwatch.arrives(of_average=operation.payload == "delta")
-        self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
 
         def run() -> None:
             with timed():
@@ -426,13 +450,13 @@ class Executor:
         def start() -> Started | None:
             if transfer is None or not transfer.is_plain:
                 return None
-            return transfer.begin(operation, self._stopwatch.handed_over(operation, step, self._plan.queue_depth))
+            number, depth = (operation.communicator, self._plan.queue_depth) if self._in_turn is None else (self._in_turn, 1)
+            return transfer.begin(number, self._stopwatch.handed_over(operation, step, depth))
 
-        lane: Lane = self._inline or self._communicators.lane(operation.communicator)
-        tickets[operation.id] = lane.submit(Flight(run, start), self._after(operation))
+        return Flight(run, start)
 
     def _transfer(self, operation: Operation) -> Transfer | None:
-        """What carries the operation's bucket, packed before its first operation; none where something else travels."""
+        """The operation's transfer, packed before its first operation; none if it carries no bucket in a flat buffer."""
         payload, bucket = operation.payload, operation.bucket
         if payload not in ("gradient", "delta", "state"):
             return None
@@ -476,7 +500,7 @@ class Executor:
         return lambda: communicators.all_reduce(scalar, "max", operation.group, operation.communicator)
 
     def _agreement(self, operation: Operation) -> torch.Tensor:
-        """Where this trainer is, which the number of the operation tells, its learning rate, and the loss where it is wanted."""
+        """Three FP64 numbers: the operation's id, which is this trainer's place, its learning rate, and its loss or 0."""
         numbers = torch.tensor([operation.id, self._controlled().lr, 0.0], dtype=torch.float64, device="cpu")
         told = numbers.to(self._device, non_blocking=True)
         if operation.payload == "loss":
@@ -512,7 +536,8 @@ class Executor:
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
         what = self.combination
-        self._controls.refuse_unaveraged()
+        for control in self._controls.each:
+            control.refuse_unaveraged()
         share = what.fragments.mixing if what.fragments is not None and operation.payload == "mixture" else 0.0
         for delta in own:
             self._waiting.discard(delta.id)
@@ -540,9 +565,9 @@ class Executor:
                     gradients.finish()
 
     def _forget_unused(self) -> None:
-        """What no rank's loss has reached since the last update keeps no gradient of the exchange's, so that no weight decay moves it.
+        """Remove the gradients of parameters that no rank has used since the last update, so that no weight decay moves them.
 
-        One that has a gradient of before, of zeros say, keeps that, as under DistributedDataParallel.
+        A parameter that had a gradient before, such as zeros, keeps it, as in DistributedDataParallel.
         """
         if not self._merges_unused:
             return
@@ -556,16 +581,20 @@ class Executor:
                 parameter.grad = None
 
 
+def _is_plain(plan: Plan, what: Combination) -> bool:
+    """Whether every bucket is exchanged in the backward by one all-reduce over all ranks, in the gradients' own type.
+
+    It waits for nothing but its turn on its communicator, and nothing else depends on when a bucket is ready.
+    """
+    if what.is_local or what.merges or what.updates_by_bucket or what.is_sequential or what.finds_unused:
+        return False
+    chains = [(plan.of_bucket.get(bucket.id, ()), bucket) for bucket in plan.buckets]
+    is_free = len({one.communicator for one in plan.exchange}) == 1 or not any(one.after for one in plan.exchange)
+    return is_free and all(is_plain(chain, own.dtype) and chain[0].group == "world" and not own.sparse for chain, own in chains)
+
+
 def started(requests: Requests) -> Operations:
-    """What an event starts."""
+    """The operations of an event: the first of its requests."""
     decided = next(requests)
     assert not isinstance(decided, Wanted)
     return decided.operations
-
-
-def _are_same(before: Taken, now: Taken) -> bool:
-    """Whether no gradient was replaced or changed in between. The host waits for them, on every device."""
-    if [*map(id, before[0])] != [*map(id, now[0])]:
-        return False
-    with host_reads():
-        return before[1] == now[1] and torch.equal(before[2], now[2])

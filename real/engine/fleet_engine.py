@@ -1,4 +1,4 @@
-"""FleetEngine: an engine beside those of the other models that one process trains."""
+"""FleetEngine: the engine of one of several models that a process trains."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +15,11 @@ from real.engine.buckets import GradientBucket
 from real.engine.engine import Engine
 from real.engine.executor import started
 from real.engine.gradients import is_cleared
-from real.engine.planning import Progress
 from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
 
 
 class FleetEngine(Engine):
-    """An engine that knows of the others.
+    """An engine that knows the engines of the process's other models.
 
     A backward may pass through several models, as a generator's loss does through the discriminator: all of them
     exchange their gradients in it. If then another model is updated, and this one is not, its step has not begun: the
@@ -28,19 +27,14 @@ class FleetEngine(Engine):
     """
 
     announce: Callable[[], None] | None = None
-    """With uneven inputs: tells trainers without data that a backward's gradients are exchanged."""
+    """With uneven inputs: announces an exchange of gradients to trainers without data."""
     _task = -1
     """Autograd's number of the last backward that left gradients here."""
 
     def __init__(self, *arguments: Any, company: Iterable["FleetEngine"] = (), **named: Any) -> None:
-        """As an ``Engine``; ``company``: the engines of the process's models, whenever it is asked."""
+        """See ``Engine``; ``company``: the engines of the process's models, read anew at each use."""
         self._company = company
         super().__init__(*arguments, **named)
-
-    def progress(self, where: str) -> Progress:
-        """See ``Engine``."""
-        self._give_up()
-        return super().progress(where)
 
     def retire(self, where: str) -> None:
         """Close between two steps, for another engine of the model; gradients stay.
@@ -49,9 +43,7 @@ class FleetEngine(Engine):
         """
         if self._updates.has_begun:
             refuse_in_step(self._phase, where)
-        self._give_up()
-        if not self._is_in_vain():
-            refuse_in_step(self._phase, where)
+        self._between(where)
         refuse_open(self.has_agreed, self._decider.state.merged, where)
         self._num_moves += 1  # a backward of an earlier forward would find no hooks
         gradients = [parameter.grad for parameter in self.model.parameters()]
@@ -67,17 +59,15 @@ class FleetEngine(Engine):
                 self.attach_optimizer(optimizer)
 
     def hear_update(self, task: int) -> None:
-        """Another model was updated after this backward."""
+        """Another model was updated after the backward with autograd's number ``task``."""
         what = self.executor.combination
         takes_back = not (what.merges or what.updates_by_bucket or what.scales)
         self._is_passed |= takes_back and (self._phase, self._task) == ("update", task)
 
     def begin_uneven(self, where: str) -> None:
-        """Trainers may have unequally many batches from now on: settle now what they settle together."""
+        """Settle the plan before trainers with unequally many batches differ in their steps."""
         refuse_uneven(self.executor.combination, self.strategy, where)
-        self._give_up()
-        if not self._is_in_vain():
-            refuse_in_step(self._phase, where)
+        self._between(where)
         if self._initial is None:
             self._planning.settle()
             self._stay(self._decider.state)
@@ -104,8 +94,7 @@ class FleetEngine(Engine):
                 storage.place(gathered.id, torch.zeros_like(gathered.buffer))
         started(self._tell(StepBegin(self._decider.state.next_step)))
         self._next_bucket = 0
-        while self._next_bucket < len(self.plan.buckets):
-            self._start_bucket()
+        self._start_last()
         if self._reducer is not None:
             self._reducer.shadow_flags()
         self.executor.end_backward(self._tell(BackwardEnd()), (), 1.0)
@@ -116,7 +105,7 @@ class FleetEngine(Engine):
             parameter.grad = gradient
 
     def end_uneven(self, source: int) -> None:
-        """All take the model of rank ``source``, and are where its training is."""
+        """Take the parameters, buffers and training state of rank ``source``, on every rank."""
         state = self._decider.state if self._phase == "idle" else self._before[0]
         buffers = self.model.buffers() if self.plan.buffers_nbytes else ()
         for tensor in (*self.model.parameters(), *buffers):
@@ -127,7 +116,7 @@ class FleetEngine(Engine):
             self.step, self._phase = self._decider.state.next_step - 1, "idle"
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters."""
+        """The parameters that this engine trains."""
         return self._members
 
     def _known(self) -> set[int]:
@@ -155,9 +144,12 @@ class FleetEngine(Engine):
         for other in self._company:
             other.hear_update(self._task)
 
-    def _run_between(self, event: Any, where: str) -> None:
-        self._give_up()
-        super()._run_between(event, where)
+    def _between(self, where: str, *, may_wait: bool = False) -> bool:
+        """A step whose backward was another model's has not begun, and one that some optimizers have made is over."""
+        self._updates.end_open()
+        if self._is_passed and self._phase == "update":
+            self._take_back()
+        return super()._between(where, may_wait=may_wait)
 
     def _begin_step(self) -> None:
         with self._taken_back():
@@ -172,12 +164,6 @@ class FleetEngine(Engine):
             if self.announce is not None:
                 self._take_back()
             raise
-
-    def _give_up(self) -> None:
-        """A step whose backward was another model's has not begun, and one that some optimizers have made is over."""
-        self._updates.end_open()
-        if self._is_passed and self._phase == "update":
-            self._take_back()
 
     def _take_back(self) -> None:
         """The step under way has not begun; gradients stay where they are."""

@@ -3,6 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fleetbench.plan.combination import Combination
+from real.communication.lanes import host_reads
+
+COUNT = attrgetter("_version")
+"""How often a tensor was written to in place, which torch documents under this name."""
+
+
+Marks = tuple[list[torch.Tensor], list[int], torch.Tensor]
+"""Gradients, their numbers of in-place writes, and sums and norms of their values as bits."""
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -35,7 +44,7 @@ def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
 
 def versions(gradients_of: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Which gradients there are, and how often each was written to."""
-    return [(id(gradient), gradient._version) for own in gradients_of if (gradient := own.grad) is not None]  # noqa: SLF001  # torch documents it
+    return [(id(gradient), COUNT(gradient)) for own in gradients_of if (gradient := own.grad) is not None]
 
 
 def is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
@@ -48,19 +57,42 @@ def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
     return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
 
 
+@torch.no_grad()
+def marks_of(gradients_of: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor] | None, device: torch.device) -> Marks:
+    """Marks by which ``are_same`` finds changed gradients; ``buckets``: flat tensors of all values, if there are.
+
+    Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted; they are
+    bits, so that NaNs equal themselves. Of buckets they stay when others than these parameters clear their gradients.
+    """
+    gradients = [gradient for parameter in gradients_of if (gradient := parameter.grad) is not None]
+    values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # torch documents it
+    real = [torch.view_as_real(own) if own.is_complex() else own for own in values]
+    numbers = [one for own in real for one in (own.sum(dtype=torch.float64), torch.linalg.vector_norm(own, dtype=torch.float64))]
+    bits = torch.stack(numbers).view(torch.int64) if numbers else torch.empty(0, device=device)
+    return gradients, [*map(COUNT, gradients)] if buckets is not None else [], bits
+
+
+def are_same(before: Marks, now: Marks) -> bool:
+    """Whether no gradient was replaced or changed in between. The host waits for the device."""
+    if [*map(id, before[0])] != [*map(id, now[0])]:
+        return False
+    with host_reads():
+        return before[1] == now[1] and torch.equal(before[2], now[2])
+
+
 class Averaged:
-    """Knows which gradients still are the averages that the last update was made from."""
+    """Remembers the averaged gradients of the last update, and whether they are unchanged."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def note(self, gradients_of: Sequence[nn.Parameter]) -> None:
-        """These are."""
+        """Remember the gradients of these parameters."""
         gradients = [own for parameter in gradients_of if (own := parameter.grad) is not None]
-        self._noted = [(weakref.ref(own), own._version) for own in gradients]  # noqa: SLF001  # torch documents it
+        self._noted = [*zip(map(weakref.ref, gradients), map(COUNT, gradients), strict=True)]  # in C: each step does it
 
     def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
         """Whether there are gradients, and none was written to since, but to clear it, as a backward that is not heard of does."""
         noted = {id(own): version for kept, version in self._noted if (own := kept()) is not None}
-        changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != own._version]  # noqa: SLF001  # torch documents it
+        changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != COUNT(own)]
         return any(parameter.grad is not None for parameter in gradients_of) and is_cleared(changed)

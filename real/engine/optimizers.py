@@ -41,13 +41,13 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
     "cpu": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
     "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
 }
-"""Where torch has one kernel for the whole update (``fused=True``)."""
+"""Optimizers that torch updates by one kernel (``fused=True``), by type of device."""
 _KERNELS_OF_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
-"""Whose kernel takes a DTensor."""
+"""Optimizers whose fused kernel takes a DTensor."""
 
 
 class OptimizerControl:
-    """One optimizer under one plan. ``begin`` and ``end`` stand around the user's ``optimizer.step()``."""
+    """Controls one optimizer under one plan: ``begin`` runs before the user's ``optimizer.step()``, ``end`` after it."""
 
     def __init__(
         self, optimizer: Optimizer, combination: Combination, parameters: Mapping[str, nn.Parameter], known: Callable[[], Collection[int]]
@@ -68,7 +68,7 @@ class OptimizerControl:
         is_kept = not (combination.averages_state or combination.resets_state)
         names = () if is_kept else state_slots(optimizer, averages_all=self._averages_all)
         self.slots = combination.slots(names)
-        """Names of the state tensors that trainers average or reset."""
+        """Names of the optimizer's state tensors that trainers average or reset."""
         if names and not self.slots and not any(kind.__module__.startswith("torch.optim.") for kind in _kinds(optimizer)):
             what = "must be averaged or reset, and this optimizer keeps it under an unknown name"
             hint = 'leave momentum at "local", or average all state: optimizer_state = "average"'
@@ -78,11 +78,11 @@ class OptimizerControl:
 
     @property
     def held(self) -> list[nn.Parameter]:
-        """All parameters of its groups as they are now."""
+        """All parameters of the optimizer's present groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def begin(self, *, updates: bool) -> None:
-        """The user's optimizer is about to step; where it must not, it finds nothing to do."""
+        """Prepare the user's ``optimizer.step()``; without ``updates`` its gradients are hidden, and it changes nothing."""
         self._refuse_foreign()
         if self._restore is not None:  # the last step has raised
             self._restore()
@@ -92,7 +92,7 @@ class OptimizerControl:
             self._fused.begin()
 
     def end(self) -> None:
-        """The user's optimizer has stepped."""
+        """Undo ``begin``, after the step."""
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -132,12 +132,13 @@ class Controls:
     ) -> None:
         """``num_planned``: tensors of state for which the plan has room, for each parameter; zeros take the place of what there is not."""
         self.optimizers = list(optimizers)
-        self._controls = [OptimizerControl(one, combination, parameters, known) for one in optimizers]
+        self.each = [OptimizerControl(one, combination, parameters, known) for one in optimizers]
+        """The control of each optimizer."""
         self._storage = storage
         self._parameters = parameters
         self._num_planned = num_planned
-        self.num_slots = max((len(own.slots) for own in self._controls), default=0) if combination.averages_state else 0
-        """The largest number of tensors of state that are averaged for a parameter."""
+        self.num_slots = max((len(own.slots) for own in self.each), default=0) if combination.averages_state else 0
+        """The largest number of state tensors per parameter that are averaged."""
 
     @property
     def lr(self) -> float:
@@ -145,38 +146,30 @@ class Controls:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def place(self, optimizer: Optimizer) -> int:
-        """The place of this optimizer, counted from 0."""
+        """The index of this optimizer."""
         return next(number for number, own in enumerate(self.optimizers) if own is optimizer)
 
     def held(self) -> list[list[nn.Parameter]]:
-        """The model's parameters that each of them holds now."""
+        """For each optimizer, the model's parameters in its present groups."""
         known = {*map(id, self._parameters.values())}
-        return [[parameter for parameter in own.held if id(parameter) in known] for own in self._controls]
-
-    def begin(self, place: int, *, updates: bool) -> None:
-        """This one is about to step; where it must not, it finds nothing to do."""
-        self._refuse_shared()
-        self._controls[place].begin(updates=updates)
-
-    def end(self, place: int) -> None:
-        """It has stepped."""
-        self._controls[place].end()
+        return [[parameter for parameter in own.held if id(parameter) in known] for own in self.each]
 
     def step_between(self) -> None:
         """Update outside the user's steps."""
-        for place, own in enumerate(self._controls):
-            self.begin(place, updates=True)
+        self.refuse_shared()
+        for own in self.each:
+            own.begin(updates=True)
             step_some(own.optimizer, self._parameters.values())
             own.end()
 
     def step_some(self, parameters: Collection[nn.Parameter]) -> None:
         """Update those of the parameters that have a gradient."""
-        for own in self._controls:
+        for own in self.each:
             step_some(own.optimizer, parameters, own.lr_scale)
 
     def state(self, bucket: int) -> list[torch.Tensor]:
         """The averaged state of a bucket's parameters, as many tensors for each as the plan has room for."""
-        holders = {id(parameter): own for own in self._controls for parameter in own.held}
+        holders = {id(parameter): own for own in self.each for parameter in own.held}
         found = []
         for parameter in self._storage.parameters[bucket]:
             own = holders.get(id(parameter))
@@ -196,22 +189,17 @@ class Controls:
         for tensor, piece in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
 
-    def refuse_unaveraged(self) -> None:
-        """Raise ``ConfigError`` where all state is to be averaged, and an optimizer has made more."""
-        for own in self._controls:
-            own.refuse_unaveraged()
-
     def reset(self) -> None:
         """Clear the state."""
-        for own in self._controls:
+        for own in self.each:
             reset_state(own.optimizer, own.slots)
 
-    def _refuse_shared(self) -> None:
+    def refuse_shared(self) -> None:
         """Raise ``ConfigError`` for a parameter of two optimizers."""
-        if len(self._controls) == 1:
+        if len(self.each) == 1:
             return
         holders: dict[int, Optimizer] = {}
-        for own in self._controls:
+        for own in self.each:
             for parameter in own.held:
                 other = holders.setdefault(id(parameter), own.optimizer)
                 if other is not own.optimizer:
@@ -426,7 +414,7 @@ def state_tensors(optimizer: Optimizer, parameter: nn.Parameter, slots: Sequence
 
 
 def _first_state(optimizer: Optimizer, parameter: nn.Parameter) -> State:
-    """What the optimizer's own initialisation makes of a parameter it meets for the first time."""
+    """The initial state that the optimizer makes for a new parameter."""
     initialise = getattr(type(optimizer), "_init_group", None)  # torch's optimizers share the name, not the signature
     if initialise is None:
         hint = "let every parameter take part in a step first, or use another optimizer of torch.optim"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 from fleetbench.errors import ConfigError
 from real.communication.lanes import host_reads
 from real.engine.executor import Executor
+from real.engine.gradients import COUNT
 
 OUTSIDE = "parameters changed outside of optimizer.step()"
 ALIKE = (
@@ -25,10 +25,9 @@ ALIKE = (
 )
 _SAMPLE = 32
 """Numbers from the middle of each parameter that are compared: nothing counts what is written through ``.data``."""
-_COUNT = attrgetter("_version")  # which torch documents; each pass over many small parameters is felt
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Owners = tuple[list[dict[str, nn.Parameter | None]], list[int]]
-"""Where the model has its parameters: each module's, by name; and their ids, in this order."""
+"""Each module's table of parameters by name, and the parameters' ids in this order."""
 
 
 class OutsideChanges:
@@ -42,19 +41,19 @@ class OutsideChanges:
         self._parameters = parameters
         self._reads = reads
         self._held: dict[str, torch.Tensor] = {}
-        """The storage of each, so that no other gets its address."""
+        """Each parameter's storage, kept so that no other tensor gets its address."""
         self._samples: dict[str, torch.Tensor] = {}
         self._of_own: set[str] = set()
-        """Changed within a round of averaging, on this rank: on all, as the beginning of the next round looks at."""
+        """Names of parameters that this rank changed within a round; the next round's begin checks that all ranks did."""
         self._places: list[int] = []
         """Each parameter's address, as noted."""
         self._writes: list[int] = []
-        """How often each was written to in place, as noted."""
+        """Each parameter's number of in-place writes, as noted."""
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
-        """Fleet and the optimizer have written; what comes now is from outside."""
+        """Note the parameters as they are: later writes are changes from outside."""
         places, self._writes = self._marks()
         if places != self._places:
             for name in self._parameters:
@@ -100,7 +99,7 @@ class OutsideChanges:
     def _marks(self) -> tuple[list[int], list[int]]:
         """Each parameter's address, and how often it was written to in place."""
         own = self._parameters.values()
-        return [*map(torch.Tensor.data_ptr, own)], [*map(_COUNT, own)]
+        return [*map(torch.Tensor.data_ptr, own)], [*map(COUNT, own)]  # each pass over many small parameters is felt
 
     def _hold(self, name: str) -> None:
         self._held[name] = self._parameters[name].detach()
@@ -142,7 +141,7 @@ def refuse_flying(names: Iterable[str], executor: Executor) -> None:
 
 
 def owners_of(model: nn.Module) -> Owners:
-    """Where the model has its parameters."""
+    """The present owners of the model's parameters."""
     found = (module._parameters for module in model.modules())  # noqa: SLF001  # ``named_parameters`` takes thirty times as long
     tables = [table for table in found if isinstance(table, dict) and table]
     return tables, _ids(tables)

@@ -30,21 +30,21 @@ _REPEATS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a strategy has come on a model, as plain data: with the tensors, all that another engine needs to go on."""
+    """A strategy's progress on a model, as plain data. With the tensors it is all that another engine needs to go on."""
 
     state: State
     order: Mapping[str, int]
     """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
     settled: bool = False
-    """The plan in force was made from that order, and stays."""
+    """Whether the plan in force was made from that order, and stays."""
     cost: Cost | None = None
-    """Of an all-reduce, as the plan takes it."""
+    """Cost of an all-reduce that the plan was made with, in ns and ns per byte."""
     plan: str | None = None
     """Digest of the plan in force; none where going on makes another."""
 
 
 class Planning:
-    """What an engine knows of its gradients, and the plans that it makes of that.
+    """Makes plans from the order in which a model's gradients become ready.
 
     ``order`` names the gradients whose readiness is known, each with its time in ns from the start of
     the backward; ``settle`` makes it complete, and the same on all ranks.
@@ -93,7 +93,7 @@ class Planning:
         return found + self._buffer_lines()
 
     def take_buffers(self) -> None:
-        """Those that the model has now are what trainers send or average. Raises ``ConfigError``, on every rank, where they differ."""
+        """Send or average the model's present buffers from now on. Raises ``ConfigError``, on every rank, if ranks have different ones."""
         hint = 'let each rank have the same buffers, or set broadcast_buffers = false, with local steps buffers = "local"'
         agree_on(self._buffer_lines(), "the model", self._communicators, hint)
         self.buffers = ModelBuffers(self._model)
@@ -148,7 +148,7 @@ class Planning:
 
 
 def measured_cost(communicators: Communicators) -> Cost:
-    """What an all-reduce takes: that of this process's communicator 0, from a small and a large all-reduce; rank 0's, on every rank."""
+    """Cost of an all-reduce on communicator 0, from a small and a large one that are timed; rank 0's cost, on every rank."""
     medians = []
     for nbytes in (_SMALL, _LARGE):
         tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=communicators.device)

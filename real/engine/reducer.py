@@ -1,7 +1,7 @@
 """PlannedReducer: DistributedDataParallel over a model in place, whose buckets are those of a plan.
 
 torch's own Reducer finds out when a bucket's gradients are there, keeps ``.grad`` in the buckets' flat buffers, handles sparse gradients,
-strides, hooks of the script's own and unused parameters. What a bucket does then is a communication hook's business.
+strides, hooks of the script's own and unused parameters. A communication hook hands each bucket to the engine.
 """
 
 import re
@@ -27,10 +27,11 @@ class _Laid(Reducer):
 
 
 class PlannedReducer(DistributedDataParallel):
-    """Beside the model, not around it: ``state_dict`` keys stay. ``remove`` takes its hooks off the parameters.
+    """A DistributedDataParallel beside the model, not around it: ``state_dict`` keys stay.
 
-    ``on_bucket`` hears of each bucket, in the plan's order on every rank, on the thread of the backward; the bucket's buffer stays the
-    same from step to step. Nothing is exchanged or divided here but the flags of unused parameters.
+    ``on_bucket`` is called for each bucket whose gradients are ready, in the plan's order on every rank, on the
+    backward's thread. A bucket's buffer is the same in every step. Nothing is exchanged or divided here but the flags of
+    unused parameters.
     """
 
     def __init__(
@@ -50,13 +51,16 @@ class PlannedReducer(DistributedDataParallel):
         self.broadcast_buffers = False
         self.require_backward_grad_sync = False  # a forward expects nothing yet: ``expect`` says which backward is exchanged
 
+        found: dict[int, torch.futures.Future[torch.Tensor]] = {}
+
         def hear(_state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             on_bucket(bucket)
-            buffer = bucket.buffer()
-            # A future takes results of devices that it knows.
-            devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-            done.set_result(buffer)  # what asked for the exchange waits for it
+            if (done := found.get(bucket.index())) is None:
+                buffer = bucket.buffer()
+                # A future takes results of devices that it knows.
+                devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
+                done = found[bucket.index()] = torch.futures.Future(devices=devices)
+                done.set_result(buffer)  # for good: what asked for the exchange waits for it
             return done
 
         self.register_comm_hook(None, hear)
@@ -83,7 +87,7 @@ class PlannedReducer(DistributedDataParallel):
         return None
 
     def shadow_flags(self) -> None:
-        """Where flags of unused parameters are exchanged, take part; as DDP's join does, with those of the last backward here."""
+        """Take part in the exchange of flags of unused parameters, with this rank's last flags, as DDP's join does."""
         if self.find_unused_parameters:
             dist.all_reduce(self.reducer._get_local_used_map(), group=self.process_group)  # noqa: SLF001  # torch has no public name for it
 
@@ -98,7 +102,7 @@ class PlannedReducer(DistributedDataParallel):
         return [parameters[name] for name in names], [name in sparse for name in names]
 
     def _ddp_init_helper(self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool) -> None:
-        """As the base class's, but for who chooses the buckets."""
+        """See the base class; the buckets are those of the plan."""
         buckets = self.__dict__["_laid_out"][0]
         number, indices, limits = 0, [], []
         for bucket in buckets:
@@ -115,7 +119,7 @@ class PlannedReducer(DistributedDataParallel):
 
 
 def nodes_of(parameters: Collection[nn.Parameter]) -> list[Any]:
-    """What leaves each parameter's gradient in a backward; alive as long as the list is."""
+    """Each parameter's autograd node that accumulates its gradient; the list keeps them alive."""
     return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 

@@ -1,4 +1,4 @@
-"""Refusals: what a training loop does that no strategy can make right, named at the line that does it."""
+"""Refusals: errors for training loops that no strategy can execute as written, raised at the line in question."""
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
@@ -303,7 +303,7 @@ def fields_of(what: Combination) -> str:
 
 
 def given_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """What ``optimizer.step`` was given beside the optimizer."""
+    """The arguments of ``optimizer.step`` that are not None."""
     return [item for item in (*arguments[1:], *named.values()) if item is not None]
 
 

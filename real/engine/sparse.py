@@ -1,4 +1,4 @@
-"""Sparse gradients, those of embeddings: where their rows lie, and how trainers exchange them."""
+"""Sparse gradients of embeddings: their buckets, and the exchange of their rows."""
 
 from collections.abc import Collection, Sequence
 
@@ -37,7 +37,7 @@ class SparseBucket:
         self.own = self._none()
         """Indices ``(rows,)`` and values ``(rows, ...)`` of this rank, each row once."""
         self.gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The same of all ranks, one rank after the other."""
+        """Indices and values of all ranks, one rank after the other."""
         self.merged = 0
         self._sum: torch.Tensor | None = None
 

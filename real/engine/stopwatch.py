@@ -1,4 +1,4 @@
-"""Stopwatch: where a rank's steps went, by a clock's marks.
+"""Stopwatch: the parts of a rank's steps, measured by a clock's marks.
 
 Inside a step nothing is computed from the marks, because on a device that would wait for it: a
 step becomes a record once the device has passed its end, which is looked at when later steps
@@ -23,7 +23,7 @@ from real.communication.clocks import Clock, Mark
 from real.communication.lanes import host_reads
 
 Stretch = tuple[Mark, Mark]
-"""Begin and end."""
+"""Marks of a begin and an end."""
 
 
 class Queue:
@@ -41,7 +41,7 @@ class Queue:
         self._ends_ns: list[int] = []
 
     def join(self) -> Callable[[], tuple[int, int]]:
-        """One is handed over. What is returned is called as it ends, on any thread, and gives its begin and end in ns."""
+        """Count a collective handed over to the backend. Call the result when it ends, on any thread: it returns begin and end in ns."""
         with self._lock:
             handed_ns, frees_place = self._now_ns(), self._num_joined - self._depth
             self._num_joined += 1
@@ -69,12 +69,12 @@ class _Step:
     start: Mark
     last_forward_end: Mark | None = None
     forward_end: Mark | None = None
-    """Of the last one before the last backward."""
+    """End of the last forward before the last backward."""
     backward_end: Mark | None = None
     end: Mark | None = None
     arrival: Mark | None = None
     started: Mark | None = None
-    """Of what it waits for, where that was started in an earlier step."""
+    """Start of the exchange that the step waits for, if an earlier step started it."""
     stalls: list[Stretch] = field(default_factory=list)
     updates: list[Stretch] = field(default_factory=list)
     pauses: list[Stretch] = field(default_factory=list)
@@ -90,7 +90,7 @@ class TimedStep:
     record: StepRecord
     paused_ns: int
     started_ns: int | None = None
-    """When the rank started what it waits for in this step, where that was in an earlier one."""
+    """Start of the exchange that the step waits for, in ns, if an earlier step started it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class TimedSpan:
     end_ns: Mark
     communicator: int | None = None
     is_host: bool = False
-    """Of the host's work within compute."""
+    """Whether the span is work of the host within compute."""
 
 
 @dataclass(slots=True)
@@ -117,16 +117,16 @@ class Stopwatch:
 
     rank: int
     keep: bool = True
-    """Off in a user's own training, which may run for weeks: nothing is remembered."""
+    """Whether to keep records and spans; off in a user's own training, which may run for weeks."""
     clock: Clock = field(default_factory=Clock)
     fetch_every: int = 1
-    """Losses that are tensors stay on their device for so many steps, and are then read together."""
+    """Number of steps for which losses that are tensors stay on their device before they are read together."""
     steps: list[TimedStep] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
     on_stall: Callable[[Mark, Mark], None] | None = None
     """Called with begin and end of each stall."""
     _no_step: _Step = field(default_factory=lambda: _Step(0, 0))
-    """In the place of a step before the first one and after ``finish``: what comes there is in no record."""
+    """Stand-in for the current step before the first one and after ``finish``; it is in no record."""
     _current: _Step = field(init=False)
     _mark: Mark = 0
     _flight: tuple[int, Mark] | None = None
@@ -167,7 +167,7 @@ class Stopwatch:
         return self.clock.mark() if self._remembers else None
 
     def started(self, bucket: int, begin: Mark | None) -> None:
-        """A bucket was packed and its collective submitted, or what else was to be done as it became ready, since ``begin``."""
+        """Keep the span since ``begin`` in which the host packed a bucket and started its operations."""
         if self._remembers:
             self._stretches.append(TimedSpan(self._current.step, start_name(bucket), begin, self.now(), is_host=True))
 
@@ -215,7 +215,7 @@ class Stopwatch:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """What happens inside stalls the step, wherever in it that is; before any step it stalls none."""
+        """Count the time inside as a stall of the step under way, if there is one."""
         begin = self.clock.mark()
         yield
         self._stalled(begin, self.clock.mark())
@@ -235,7 +235,7 @@ class Stopwatch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside does not count."""
+        """Leave the time inside out of the step."""
         begin = self.clock.mark()
         yield
         self._current.pauses.append((begin, self.clock.mark()))

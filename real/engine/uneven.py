@@ -62,7 +62,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
                 engine.announce = engine.executor.buffers_from = None
 
     def _announce(self, what: int) -> None:
-        """Tell trainers that have run out of data what is exchanged next."""
+        """Tell trainers without data the number of the next exchange."""
         if what % 2 == 0 and any(engine.is_exchanging for engine in self._engines):
             why = "passes through several models, whose gradients are ready in turns, and trainers without data could not follow"
             hint = "give every model a loss of its own, or every trainer as many batches"
@@ -76,7 +76,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
         return self.largest(self._communicators.rank)
 
     def shadow(self) -> None:
-        """On a trainer that has run out of data: what those that go on do next."""
+        """Take part in the next exchange of the trainers that have data, on one without."""
         engine, is_buffers = self._engines[(told := self.largest(-1)) // 2], told % 2 == 1
         if is_buffers:
             engine.executor.send_buffers(self.largest(-1))
@@ -84,7 +84,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
             engine.shadow_backward()
 
     def take_last(self, *, is_last: bool) -> None:
-        """All take the model, and the place in training, of the last trainer: of several, that with the largest rank."""
+        """Take model and training state of the last trainer that had data, of several the one with the largest rank."""
         source = self.largest(self._communicators.rank if is_last else -1)
         for engine in self._engines:
             engine.end_uneven(source)

@@ -1,4 +1,4 @@
-"""Updates: which of a model's optimizers step, and have stepped since the last backward."""
+"""Updates: follows the steps of a model's optimizers since the last backward."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,19 +55,19 @@ class Updates:
         self._stopwatch, self._executor, self._phase = stopwatch, executor, phase
         self._rests, self._ends = rests, ends
         self._has_begun = False
-        """Some optimizer has stepped since the last backward."""
+        """Whether an optimizer has stepped since the last backward."""
         self._stepped: list[Optimizer] = []
-        """Of these optimizers."""
+        """The attached optimizers that have stepped since the last backward."""
         self._averaged = Averaged()
         self._running: dict[int, FrameType] = {}
-        """Torch's frame around each step that is under way, or has raised."""
+        """Torch's frame around each step that is under way or has raised, by the optimizer's id."""
         self._num_steps = 0
         self._others: dict[int, int] = {}
-        """Optimizers that step and are not these, with how many steps there had been before."""
+        """Ids of other optimizers whose step is under way, with the number of attached optimizers' steps before it."""
         self._handles: list[RemovableHandle] = []
 
     def hear_others(self) -> list[RemovableHandle]:
-        """Hear of the steps of optimizers that fleet was not given, until these handles are removed."""
+        """Follow steps of optimizers that fleet was not given, until the returned handles are removed."""
         return [
             register_optimizer_step_pre_hook(weakly(self._any_begins)),
             register_optimizer_step_post_hook(weakly(self._any_ends)),
@@ -81,7 +81,7 @@ class Updates:
         return [*stay[:place], optimizer, *stay[place:]]
 
     def hear(self, optimizers: Sequence[Optimizer]) -> None:
-        """Hear of the steps of these from now on, and of no earlier ones."""
+        """Follow the steps of these optimizers from now on, and of no others."""
         for handle in self._handles:
             handle.remove()
         self.optimizers = list(optimizers)
@@ -94,12 +94,12 @@ class Updates:
         return self._has_begun
 
     def begin(self) -> None:
-        """A step begins: none has stepped."""
+        """Begin a step, in which no optimizer has stepped."""
         self._has_begun = False
         self._stepped.clear()
 
     def over(self) -> None:
-        """The update is over; later steps may read its gradients."""
+        """End an update; steps without a new backward may use its gradients again."""
         self.begin()
         if self._what.leaves_averages:
             self._averaged.note(self._members)
@@ -177,7 +177,7 @@ class Updates:
             self._others.setdefault(id(optimizer), self._num_steps)
 
     def _any_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        """One that fleet was not given has stepped; one that wraps one of these is none."""
+        """An optimizer that fleet was not given has stepped; one that only wraps an attached optimizer does not count."""
         if self._others.pop(id(optimizer), None) != self._num_steps:
             return
         what = self._what
@@ -192,7 +192,7 @@ class Updates:
         self._has_begun = True
 
     def _is_running(self, optimizer: Optimizer) -> bool:
-        """Whether a step of it is under way; one that has raised is no longer."""
+        """Whether a step of the optimizer is under way; a step that has raised is not."""
         wanted = self._running.get(id(optimizer))
         frame = inspect.currentframe() if wanted is not None else None
         while frame is not None:
@@ -204,7 +204,7 @@ class Updates:
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """All parameters that they hold."""
+    """All parameters of the optimizers' groups."""
     return [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
 
 
@@ -213,7 +213,7 @@ def _is_in(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> bool:
 
 
 def _caller() -> FrameType:
-    """The frame that has called who asks: torch's, around a step."""
+    """The frame that called the caller: torch's, around a step."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None

@@ -1,7 +1,7 @@
-"""How a rank of a user's script ends: with its driver, after its last leg, or by an error.
+"""End of a rank of a user's script: with its driver, after its last leg, or by an error, which the driver gets.
 
-The driver receives the error. A daemon thread watches the job's folder, because the rank itself may hang in a
-collective, and because its launcher (torchrun, srun) may not pass on a signal.
+A daemon thread watches the job's folder, because the rank itself may hang in a collective, and because its
+launcher (torchrun, srun) need not forward a signal.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from real.processes.failures import rank_error
 from real.processes.place import Place
 
 GRACE_S = 30.0
-"""Seconds that a script has to end by itself after its last leg."""
+"""Seconds for a script to exit by itself after its last leg."""
 _POLL_S = 0.5
 SILENCE_S = 60.0
-"""Seconds without a sign of life after which a driver on another host counts as gone."""
+"""Seconds without a sign of life after which a driver on another host is considered dead."""
 
 
 class Watch:
-    """Whether a rank still has a driver; to be asked regularly."""
+    """Checks whether a rank still has a driver; call it regularly."""
 
     def __init__(self, folder: RankSide) -> None:
         self._folder = folder
@@ -38,7 +38,10 @@ class Watch:
         return self._folder.is_aborted() or not self.driver_lives()
 
     def driver_lives(self) -> bool:
-        """Whether the driver's process exists; on another host, the file that it changes shows it."""
+        """Whether the driver's process exists.
+
+        On another host, whether the file that it changes still changes.
+        """
         if self._is_near:
             return self._driver.lives()
         with contextlib.suppress(OSError):
@@ -49,17 +52,16 @@ class Watch:
 
 
 def watch_driver(rank: int) -> None:
-    """Let this rank end with the driver of its job, and report its errors to it, also before it has joined.
+    """Make this rank end with the driver of its job, and report its errors to it, even while it waits for others.
 
-    Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` does not name a job's folder.
+    Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` names no job's folder.
     """
     folder = RankSide.of_environment()
-    # distinguishes a rank that never joins from those that wait for it
-    BeatWriter(folder.beats, rank).beat(-1, 0)
+    BeatWriter(folder.beats, rank).beat(-1, 0)  # so that a rank that never comes is told from those that wait for it
     watch = Watch(folder)
 
     def report(error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # the driver may have removed its folder
+        with contextlib.suppress(OSError):  # the driver may have taken its folder away
             folder.fail(rank, asdict(rank_error(error)))
 
     def run() -> None:
@@ -74,11 +76,11 @@ def watch_driver(rank: int) -> None:
 
 
 def end_script(grace_s: float = GRACE_S) -> NoReturn:
-    """Raise ``SystemExit`` after a script's last leg; its exit code is 0 even if it does not end by itself.
+    """Raise ``SystemExit`` after a script's last leg: its exit code is 0 even if it resists.
 
-    ``except Exception`` does not catch it, and the user's own ``finally`` blocks run. The process group stays
-    until exit, because they may use it. A process that is still alive after the grace period (a bare
-    ``except:`` swallows it, a thread is not a daemon, or it waits for a lost rank) ends by ``os._exit``.
+    ``except Exception`` does not catch it, and the user's own ``finally`` blocks run; the process group stays
+    until exit, because they may use it. A process that still runs after the grace period (a bare ``except:``
+    swallows it, a thread is no daemon, or it waits for a rank that is gone) ends by ``os._exit``.
     """
     left = threading.Timer(grace_s, end_now, [0])
     left.daemon = True

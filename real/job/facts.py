@@ -1,4 +1,4 @@
-"""Facts: the properties of a script that a plan, a simulation and a verdict need."""
+"""Facts about a script, as far as a plan, a simulation and a verdict need them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 MODEL = "script:"
-"""Prefix of the model's name in a script's workload."""
+"""Prefix of the model name of such a workload."""
 _LEAST_LR = 1e-12
-"""Smallest learning rate: a schedule may begin at 0, which a workload may not."""
+"""Smallest learning rate, because a schedule may begin at 0, which no workload may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Config):
-    """Facts of rank 0, after a few steps under the script's own strategy."""
+    """Facts from rank 0, after a few steps under the script's own strategy."""
 
     trainers: int
     trainers_per_node: int
     backend: Literal["gloo", "nccl"]
     device: Literal["cpu", "cuda"]
     strategy: DistributedStrategy
-    """Strategy that the script passes to ``fleet.init``."""
+    """Strategy that it passes to ``fleet.init``."""
     optimizer: str
     """Name of the optimizer's class."""
     lr: float
@@ -39,15 +39,15 @@ class Facts(Config):
     dtype: str
     """Type of the first trained parameter."""
     batch_size: int | None = None
-    """First dimension of the model's first input; ``None`` if the model gets no tensor."""
+    """First dimension of the model's first input; none if the model gets no tensor."""
     reports_loss: bool = False
-    """Whether the script calls ``fleet.report``."""
+    """Whether it calls ``fleet.report``."""
     notes: tuple[str, ...] = ()
-    """Notes on the script for its user."""
+    """Notes about the script."""
 
 
 def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: Any) -> Facts:
-    """Return the facts of a script. ``known``: the other fields."""
+    """Return what a script trains. ``known`` has the other fields."""
     group, first = optimizer.param_groups[0], next(parameter for parameter in model.parameters() if parameter.requires_grad)
     return Facts(
         optimizer=type(optimizer).__name__,
@@ -60,17 +60,14 @@ def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: 
 
 
 def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"]:
-    """Return the registry optimizer that stands for the script's.
-
-    It keeps as many state tensors per parameter.
-    """
+    """Return the registry optimizer with as many state tensors per parameter as the script's."""
     if facts.optimizer == "SGD":
         return "momentum" if facts.momentum else "sgd"
     return "adagrad" if facts.optimizer in ("Adagrad", "RMSprop") else "adam"
 
 
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
-    """Return a script's experiment: its own workload and cluster, and ``base``'s tuning, target and links."""
+    """Return a script's experiment: tuning, target and links of ``base`` with the workload and cluster found."""
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
     cluster = Cluster(nodes=1 if rest else nodes, trainers_per_node=facts.trainers if rest else facts.trainers_per_node)
     workload = replace(

@@ -1,23 +1,21 @@
-"""A job's folder: files by which the driver and the ranks of a launch communicate.
+"""A job's folder: what the driver tells the ranks of a launch, and what they tell it, as files.
 
-=======================  ===================  ==================================================================
-file                     written by           content
-=======================  ===================  ==================================================================
-experiment.toml, data    ``Session``          what all ranks train, and the data, where an experiment's own workload is trained
-driver.json, driver      driver               its process; a number that changes while it lives
-seed                     driver               the trainers' seed, of a leg that names one
-legs/N.json              driver, in order     a leg: strategy, steps, warm-up and what to measure
-legs/stop                driver               no order follows
-abort                    driver, or a rank    end at once; a rank writes it if the driver is gone
-ranks/rankR.json         rank R               its host, and the number of trainers, as soon as it has joined the others
-beats/rankR              rank R               the optimizer step of its process that it is at
-results/N/rankR.json     rank R               its part of leg N, written before it reads the next order
-errors/rankR.json        rank R               the exception that ended it
-codes/rankR.json         launcher of rank R   its exit code, if it failed (``launcher``, ``inside``)
-=======================  ===================  ==================================================================
+======================= =================== ==================================================================
+file written by content ======================= ===================
+================================================================== experiment.toml, data ``Session`` what all
+ranks train, and the data, where an experiment's own workload is trained driver.json, driver driver its
+process; a number that changes while it lives seed driver the trainers' seed, of a leg that names one
+legs/N.json driver, in order a leg: strategy, steps, warm-up and what to measure legs/stop driver no order
+follows abort driver, or a rank end at once; a rank writes it when it finds the driver gone ranks/rankR.json
+rank R its host, and the number of trainers, as soon as it has joined the others beats/rankR rank R the
+optimizer step of its process that it is at results/N/rankR.json rank R its part of leg N, written before it
+reads the next order errors/rankR.json rank R the exception that ended it codes/rankR.json who started rank R
+how it ended, if it failed (``launcher``, ``inside``) ======================= ===================
+==================================================================
 
-A rank writes only its own part files. Every JSON file is complete or missing, so a shared file system is
-enough. The environment variable ``FLEETBENCH_TUNING`` names the folder; without it nothing of this is imported.
+A rank writes its own part files alone. Every JSON file is complete or missing, so a shared file system is
+enough. A rank learns of the directory by the environment variable ``FLEETBENCH_TUNING``; without it nothing
+of this is imported.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ NEVER = Beat(0, -1, 0, 0)
 
 
 class BeatWriter:
-    """Writes one rank's beats: a small file, overwritten at the start of each step."""
+    """Writes one rank's beats: a small file, also on a shared file system, overwritten when a step begins."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(folder / f"rank{rank}", os.O_CREAT | os.O_WRONLY, 0o644)
@@ -72,7 +70,7 @@ class BeatWriter:
 class BeatReader:
     """Reads all ranks' beats.
 
-    ``time_ns`` of a result is when this reader first saw the beat, on its own clock.
+    ``time_ns`` is when this reader first saw a beat, because it trusts only its own clock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +110,7 @@ class JobFolder:
         )
 
     def abort(self) -> None:
-        """Let all ranks end at once."""
+        """Tell all ranks to end at once, whatever they are doing."""
         (self.path / "abort").touch()
 
     def is_aborted(self) -> bool:
@@ -121,24 +119,27 @@ class JobFolder:
 
 
 class DriverSide(JobFolder):
-    """The driver's side of the folder. ``make`` comes first."""
+    """The driver's operations on the folder. ``make`` comes first."""
 
     def make(self, seed: int | None = None) -> None:
-        """Create the folder for this driver; trainers find ``seed`` in ``FLEETBENCH_SEED``."""
+        """Create the folder with this process as its driver.
+
+        Trainers will find ``seed`` in ``FLEETBENCH_SEED``.
+        """
         for part in (self.legs, self.results, self.ranks, self.beats, self.errors, self.codes):
             part.mkdir(parents=True, exist_ok=True)
         if seed is not None:
             (self.path / "seed").write_text(str(seed), encoding="ascii")
-        write_json(self.path / "driver.json", encode(Place.here()))  # other ranks recognise the launch by it
+        write_json(self.path / "driver.json", encode(Place.here()))  # at which other ranks know the launch
 
     def show_life(self) -> None:
-        """Show ranks of other hosts that the driver lives, by a number that changes every ``_BEAT_S``."""
+        """Show ranks of other hosts that the driver lives, by a number that changes until the launch is over."""
 
         def run() -> None:
             for number in itertools.count():
                 if self.is_aborted():
                     return
-                with contextlib.suppress(OSError):  # the folder is removed with the launch
+                with contextlib.suppress(OSError):  # the folder goes with the launch
                     (self.path / "driver").write_text(f"{number}\n", encoding="ascii")
                 time.sleep(_BEAT_S)
 
@@ -149,16 +150,16 @@ class DriverSide(JobFolder):
         write_json(self.legs / f"{number}.json", encode(leg))
 
     def stop(self) -> None:
-        """End the orders: the script ends after the last one, with exit code 0."""
+        """Announce that no leg follows the last order: the script then ends with exit code 0."""
         (self.legs / "stop").touch()
 
     def joined(self) -> dict[int, str]:
-        """Return the host of every rank, once all have joined; empty before."""
+        """Return the host of every rank once all have joined; empty before."""
         told = _parts(self.ranks.glob("rank*.json"))
         return {rank: one["host"] for rank, one in told.items()} if any(one["trainers"] == len(told) for one in told.values()) else {}
 
     def num_parts(self, number: int) -> int:
-        """Return the number of ranks that have written their part of leg ``number``."""
+        """Return how many ranks have written their part of leg ``number``."""
         return sum(1 for _ in (self.results / str(number)).glob("rank*.json"))
 
     def parts(self, number: int) -> dict[int, Any]:
@@ -170,22 +171,19 @@ class DriverSide(JobFolder):
         return {rank: RankError(**error) for rank, error in _parts(self.errors.glob("rank*.json")).items()}
 
     def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of ranks that ended by themselves, as launchers report them.
-
-        A negative code is a signal.
-        """
+        """Return the exit codes of ranks that ended unasked, as far as reported; negative for a signal."""
         return _parts(self.codes.glob("rank*.json"))
 
 
 class RankSide(JobFolder):
-    """A rank's side of the folder. Writing raises ``OSError`` after the driver has removed it."""
+    """A rank's operations on the folder. Writing raises ``OSError`` once the driver has removed it."""
 
     @classmethod
     def of_environment(cls) -> RankSide:
         """Return the folder that ``FLEETBENCH_TUNING`` names. Raises ``ConfigError`` if there is none."""
         name = os.environ.get(TUNING, "")
         if not (Path(name) / "driver.json").is_file():
-            raise ConfigError("is not a tuning directory", TUNING, name, "unset it: `fleetbench tune -- COMMAND` sets it for the command")
+            raise ConfigError("is no tuning directory", TUNING, name, "unset it: `fleetbench tune -- COMMAND` sets it for the command")
         return cls(Path(name))
 
     def driver(self) -> Place:
@@ -193,14 +191,11 @@ class RankSide(JobFolder):
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
     def join(self, rank: int, trainers: int, host: str) -> None:
-        """Record that this rank, one of ``trainers``, has joined."""
+        """Report that this rank, of ``trainers``, has joined."""
         write_json(self.ranks / f"rank{rank}.json", {"trainers": trainers, "host": host}, parents=False)
 
     def wait_for(self, number: int, kind: type[Order]) -> Order | None:
-        """Wait for order ``number``; return ``None`` if the driver says stop instead.
-
-        Every rank waits by itself.
-        """
+        """Wait for order ``number``; none if the driver says stop instead. Every rank waits by itself."""
         path, stop = self.legs / f"{number}.json", self.legs / "stop"
         while True:
             if path.exists():
@@ -214,17 +209,17 @@ class RankSide(JobFolder):
         write_json(self.results / str(number) / f"rank{rank}.json", part, parents=False)
 
     def is_over(self) -> bool:
-        """Whether no leg follows the last one ordered."""
+        """Whether no leg follows the last order."""
         return (self.legs / "stop").exists() or not self.legs.exists()
 
     def fail(self, rank: int, error: dict[str, Any]) -> None:
-        """Record the error that ends this rank, the fields of a ``RankError``."""
+        """Report the error that ends this rank, as the fields of a ``RankError``."""
         write_json(self.errors / f"rank{rank}.json", error, parents=False)
 
     def ended(self, rank: int, code: int) -> None:
-        """Record that this rank has ended by itself, with this exit code.
+        """Report that this rank has ended by itself with this exit code.
 
-        After an abort nothing is recorded, because the rank is not to blame.
+        A rank that an abort ends is not to blame.
         """
         with contextlib.suppress(OSError):  # the folder may be gone
             if not self.is_aborted():
@@ -232,7 +227,7 @@ class RankSide(JobFolder):
 
 
 def write_json(path: Path, data: Any, *, parents: bool = True) -> None:
-    """Write JSON atomically. Without ``parents``, only the file's own folder is created."""
+    """Write JSON atomically. Without ``parents``, at most the file's own folder is created."""
     path.parent.mkdir(parents=parents, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(data), encoding="utf-8")

@@ -1,14 +1,14 @@
-"""Inside: the driver is one of the job's processes, one per trainer, that another launcher has started.
+"""Inside: the driver is one of the processes that somebody has started already, one for each trainer.
 
 All of them run one command, ``fleetbench tune EXPERIMENT.toml -- python train.py``, and their environment
-says which trainer each is. Rank 0 drives as it would from outside; its launches start only its own trainer.
-The others ``serve``: they start theirs whenever a launch's folder appears, and end with the driver. All files
-are in one folder, which rank 0 creates below ``--out`` and every node must see. It is removed with the
-driver, except after a worker's failure, because it has the trainers' output. Trainers of a launch meet
-through a file in its folder, so launches do not interfere.
+says which trainer each is. Rank 0 drives as it would outside; what it launches is its own trainer.
+The others ``serve``: they start theirs whenever a launch's folder appears, and end with the
+driver. All of it lies below one folder, which rank 0 makes below ``--out``: every node must see it. It
+goes with the driver, but where a worker failed, for the trainers' output, it stays.
+Trainers of a launch meet through a file in its folder, so that launches do not meet each other.
 
-Life cycle: ``met`` (rank 0 has announced the folder) -> launches, one after another -> ``ended``: the driver
-says stop, or is gone.
+``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is
+gone.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ from real.processes.roles import SEED, STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted
 
 SHARED = "FLEETBENCH_INSIDE"
-"""Environment variable of a driver inside: the folder that all processes of the job see."""
+"""Environment variable of a driver inside a job: the folder that all processes of the job see."""
 
 _MEET = timedelta(minutes=5)
 _POLL_S = 0.1
 
 
 def role_inside() -> Role | None:
-    """Return this process's role if it is one of several, or ``None`` if it drives from outside."""
+    """Return this process's role if it was started as one of several; none if it drives from outside."""
     role = role_of(os.environ)
     return role if role.trainers > 1 else None
 
 
 @contextlib.contextmanager
 def driving(role: Role, out: Path) -> Iterator[None]:
-    """Drive as rank 0: inside the context, sessions of a user's script train on the job's other processes.
+    """Let sessions of a user's script use the job's other processes as trainers; called on rank 0.
 
     Raises ``EnvironmentLacks`` if the processes do not meet.
     """
@@ -67,9 +67,11 @@ def driving(role: Role, out: Path) -> Iterator[None]:
 
 
 def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Serve as another rank until the driver says stop or has removed its folder; return the exit code.
+    """Run the part of every other rank until the driver stops or has removed its folder.
 
-    ``environment``: trainers' variables, which override this process's own. Raises ``WorkerFailed`` if the
+    Return the exit code.
+
+    ``environment``: of trainers, with precedence over this process's own. Raises ``WorkerFailed`` if the
     driver is gone.
     """
     board = RankSide(_meet(role, None))
@@ -78,10 +80,10 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
     try:
         while not board.is_over():
             if not watch.driver_lives():
-                hint = "its output says why; start the job again to continue"
-                raise WorkerFailed("is gone, and it was the driver", "rank 0", hint=hint)
+                hint = "its output says why; start the job again: it goes on"
+                raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint=hint)
             found: list[Path] = []
-            with contextlib.suppress(OSError):  # one may be removed during the search
+            with contextlib.suppress(OSError):  # one goes while its name is looked for
                 found = sorted(path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json"))
             for folder in found:
                 if folder not in done and not RankSide(folder).is_aborted():
@@ -95,10 +97,7 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
-    """Return the variables of a trainer of the launch with this folder: its seed, and its role in a job.
-
-    The role is set only with a driver inside; by default it is this process's.
-    """
+    """Return the environment of a trainer of this folder's launch: its seed, and its role (default: this process's)."""
     seed = {SEED: (folder / "seed").read_text(encoding="ascii")} if (folder / "seed").exists() else {}
     seed |= attached_environment(folder)
     if role is None:
@@ -115,7 +114,7 @@ def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str
 
 
 def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], folder: Path, watch: Watch) -> None:
-    """Run this rank's trainer of one launch to its end, and report a failure to the driver."""
+    """Run this rank's trainer of one launch to its end; report a failure to the driver."""
     side = RankSide(folder)
     try:
         own = {**os.environ, **environment, **trainer_environment(folder, role), TUNING: str(folder)}
@@ -135,9 +134,9 @@ def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], f
 
 
 def _meet(role: Role, shared: Path | None) -> Path:
-    """Let all ranks of the job meet once, and return the folder of rank 0.
+    """Let all ranks of the job meet once; rank 0 sends them the folder.
 
-    From then on each process ends with torchrun's agent.
+    From now on each ends with torchrun's agent.
     """
     import torch
     import torch.distributed as dist
@@ -158,7 +157,7 @@ def _meet(role: Role, shared: Path | None) -> Path:
         dist.destroy_process_group()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        hint = "fleetbench doctor on each node lists its interfaces; gloo uses that of the host name, or the one in GLOO_SOCKET_IFNAME"
+        hint = "fleetbench doctor on each node lists its interfaces; gloo takes that of the host name, or the one in GLOO_SOCKET_IFNAME"
         raise EnvironmentLacks("the job's processes did not meet", f"rank {role.rank}", reason, hint) from error
     if not int(sees):
         raise EnvironmentLacks("not every node sees the folder", "--out", str(path), "give one on a disk that all nodes share")

@@ -32,16 +32,16 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 
 _POLL_S = 0.05
 _OTHERS_S = 8.0
-"""Seconds from the first rank's error until the others must have failed, too."""
+"""Seconds from the first rank's error until the others must have met it, too."""
 _LAST_PARTS_S = 5.0
-"""Seconds that parts of ranks on other hosts may take after the command's own end."""
+"""Seconds to wait for parts of ranks on other hosts after the command itself has ended."""
 _MARGIN_S = 15.0  # a collective's own timeout comes first and says more
 _KILL_S = 5.0
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
-"""Matches an error as Python prints it, also if torch puts its rank before each line."""
+"""Pattern of errors as Python writes them, also with torch's rank prefix."""
 _OF_AGENT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)
-"""Matches a rank in the report of torch's agent."""
+"""Pattern of a rank in the report of torch's agent."""
 
 Progress = Callable[[int, int], None]
 
@@ -56,7 +56,7 @@ class Order(Protocol):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps before the counted ones."""
+        """Steps before them."""
         ...
 
 
@@ -71,7 +71,7 @@ class Launch(ABC):
     _beats_count_process = False  # their steps are a leg's
 
     def __init__(self, folder: Path, run: Run, num_ranks: int = 0) -> None:
-        """``run`` has its timeouts. ``num_ranks``: number of ranks that will join, if it is known before."""
+        """``run`` has its timeouts. ``num_ranks``: number of ranks that will join, if known in advance."""
         self._folder = DriverSide(folder)
         self._num_expected = num_ranks
         self._startup_timeout_s, self._timeout_s = run.startup_timeout * 1e-9, run.timeout * 1e-9
@@ -82,25 +82,27 @@ class Launch(ABC):
         self._processes: list[Started] = []
         """Processes that were started: the ranks, or a command."""
         self.ranks: dict[int, str] = {}
-        """Host of each rank, once all have joined."""
+        """Hosts of the ranks, once all have joined."""
         self.startup_s = 0.0
-        """Seconds until all had joined."""
+        """Seconds until all ranks had joined."""
         self.num_orders = 0
         self.orders_s: list[float] = []
-        """Seconds of each order; the first includes the ranks' preparation for their first step."""
+        """Seconds that each order took; the first includes what ranks do before their first step."""
         self.num_steps = 0
         """Number of steps done in orders so far."""
 
     @property
     def code(self) -> int | None:
-        """Exit code: that of the first failed process, 0 once all have succeeded, ``None`` before."""
+        """Exit code of what was started: of the first failure, 0 once all have ended well, none before."""
         codes = [process.popen.poll() for process in self._processes]
         return next((code for code in codes if code), None if None in codes else 0)
 
     def run(self, leg: Order, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
-        """Order a leg, wait for it, and return every rank's part, or those that exist if a script ends first.
+        """Order a leg, wait for it, and return every rank's part.
 
-        ``check`` is called regularly, and may raise. Raises the error of ``_failure`` if a rank breaks.
+        If a script ends first, the parts that exist.
+
+        ``check`` is called regularly, and may raise. Raises what ``_failure`` finds if a rank breaks.
         """
         number = self.num_orders
         self.num_orders += 1
@@ -112,7 +114,10 @@ class Launch(ABC):
         return parts
 
     def end(self) -> None:
-        """Let the ranks end after the last leg. Raises the error of ``_failure`` if they do not, or fail."""
+        """Let the ranks end after the last leg.
+
+        Raises what ``_failure`` finds if they do not end, or not well.
+        """
         self._folder.stop()
         deadline = time.monotonic() + max(self._timeout_s, GRACE_S) + _MARGIN_S
         while self.code is None and time.monotonic() < deadline:
@@ -121,12 +126,11 @@ class Launch(ABC):
             raise self._failure()
 
     def kill(self) -> None:
-        """Kill all started processes; return when this host has none left, or they cannot be killed."""
+        """Kill everything that was started; return when it is gone from this host, or cannot be killed."""
         self._folder.abort()
         end(self._processes)
         deadline = time.monotonic() + _KILL_S
-        # one may start another between the look and the signal
-        while left := started_with(self._folder.path):
+        while left := started_with(self._folder.path):  # one may start another between the look and the signal
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -136,7 +140,7 @@ class Launch(ABC):
         self._end_s = self._end_s or time.monotonic()
 
     def _wait_for(self, number: int, leg: Order, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
-        """Return the parts of an order: of all ranks, or those that exist at the end."""
+        """Return the parts of an order: of all ranks, or those that exist after the end."""
         last_s: float | None = None
         while True:
             code = self.code  # before the parts, which are written before the end
@@ -148,7 +152,7 @@ class Launch(ABC):
                     return parts
             if code is None:
                 self._check()
-            elif code or self._num_expected:  # workers that end without an order have failed
+            elif code or self._num_expected:  # workers that end before they are told to have failed
                 raise self._failure()
             else:
                 last_s = last_s or time.monotonic() + _LAST_PARTS_S
@@ -168,7 +172,7 @@ class Launch(ABC):
             self.startup_s = time.monotonic() - self._begin_s
 
     def _check(self) -> None:
-        """Raise if a rank failed some time ago, or if all have been silent for too long."""
+        """Raise if a rank has failed and the others have had their time, or if all have been silent for too long."""
         if self._first_error_s is None and any(any(told.iterdir()) for told in (self._folder.errors, self._folder.codes)):
             self._first_error_s = time.monotonic()
         is_overdue = self._first_error_s is not None and time.monotonic() - self._first_error_s > _OTHERS_S
@@ -184,13 +188,13 @@ class Launch(ABC):
 
     @abstractmethod
     def _failure(self) -> FleetbenchError:
-        """End all processes, and return the error that names the one to blame."""
+        """End all, and return the error that names the cause."""
 
 
 class WorkerLaunch(Launch):
     """Ranks that are processes of this machine and programs of this project.
 
-    Life cycle: ``start``; ``run``; ``end`` or ``kill``.
+    ``start``; ``run``; ``end`` or ``kill``.
     """
 
     def __init__(self, folder: Path, run: Run, num_ranks: int) -> None:
@@ -201,7 +205,7 @@ class WorkerLaunch(Launch):
     def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
 
-        ``environment`` overrides torchrun's variables. ``forks``: use this process's fork server, for a
+        ``environment`` goes before torchrun's variables. ``forks``: of this process's fork server, for a
         ``command`` with ``-m MODULE``.
         """
         self._folder.make()
@@ -226,34 +230,36 @@ class WorkerLaunch(Launch):
         if stopped:  # the others wait for it
             return WorkerFailed(STOPPED, stopped[0], hint="look for a SIGSTOP or a debugger")
         found = diagnose(codes, self._folder.failures(), beats, now_ns, str(self.log))
-        # no leg follows in this launch
-        return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found
+        return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found  # no leg follows in this launch
 
 
 class CommandLaunch(Launch):
-    """A user's command. Life cycle: ``start``; ``run``; ``end`` or ``kill``."""
+    """A user's command. ``start``; ``run``; ``end`` or ``kill``."""
 
     _beats_count_process = True
 
     def __init__(self, command: Sequence[str], folder: Path, run: Run) -> None:
         super().__init__(folder, run)
         self.log = folder / "command.log"
-        """File with the command's output."""
+        """The command's output."""
         self._command = list(command)
 
     @property
     def output(self) -> Path:
-        """Path of the trainers' output: the command's, or, inside a job, the folder with a file per rank."""
+        """Path of the trainers' output: the command's, or, inside a job, a folder with one file per rank."""
         return self._folder.path if SHARED in os.environ else self.log
 
     @property
     def unattached(self) -> str | None:
-        """Reason why no process of the command has attached to this job; ``None`` if one has."""
+        """Reason why no process of the command has attached to this job; none if one has."""
         return why_unattached(self._folder.path)
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the command has held its trainers, summed; one trainer until all have joined."""
+        """Trainer seconds for which the command has held its trainers.
+
+        Counts as one trainer until all have joined.
+        """
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
     def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
@@ -267,7 +273,7 @@ class CommandLaunch(Launch):
             popen = start_process(self._command, self.log, own, gently=True, workdir=workdir)
         except OSError as error:
             what = f"cannot be started: {error.strerror}"
-            raise EnvironmentLacks(what, "the command", self._command[0], "put a program with its arguments after --") from None
+            raise EnvironmentLacks(what, "the command", self._command[0], "what follows -- is a program with its arguments") from None
         self._processes = [Started("trainer", 0, self.log, popen)]
         self._folder.show_life()
 
@@ -275,29 +281,26 @@ class CommandLaunch(Launch):
         beats, now_ns, code = self._beats.read(len(self.ranks)), time.monotonic_ns(), self.code
         self.kill()
         is_inside = SHARED in os.environ
-        own = {0: code} if is_inside and code else {}  # the command is only rank 0's
+        own = {0: code} if is_inside and code else {}  # the command is rank 0's alone
         codes = codes_of_agent(self._said()) | own | self._folder.exit_codes()
-        if not self.ranks and not is_inside:  # before ranks join, the script's output has the reason
+        if not self.ranks and not is_inside:  # a script that ends by itself before it joins says why in its output
             codes = {rank: code for rank, code in codes.items() if code < 0}
         errors = self._folder.failures()
         known = max(errors.keys() | codes.keys(), default=-1)  # also before all have joined
         beats += [NEVER] * (1 + known - len(beats))
-        is_struck = code is not None and code < 0 and not is_inside  # its ranks end with it, also by signals
+        is_struck = code is not None and code < 0 and not is_inside  # its ranks end with it, by signals too
         if not is_struck and (errors or codes or (self.ranks and code is None)):
             return diagnose(codes, errors, beats, now_ns, str(self.output))
         how = "did not get so far in time" if code is None else how_it_ended(code)
         why = self.unattached
-        so_far = "" if self.ranks else ", and no trainer has started a leg" + ("" if why is None else f": {why}, nor was fleet.init")
+        so_far = "" if self.ranks else ", and no trainer has begun a leg" + ("" if why is None else f": {why}, nor was fleet.init")
         return LegLost(how + so_far, "the command", None, f"its output: {self.log}; it said: {self._last_lines()}")
 
     def _said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def _last_lines(self) -> str:
-        """Return the first error of the output, or else its last lines.
-
-        A launcher's own errors come after a script's.
-        """
+        """Return the first error of the output, or its last lines: a launcher's own lines follow a script's."""
         text = self._said()
         if (error := _ERROR.search(text)) is not None:
             return error[1]
@@ -305,11 +308,11 @@ class CommandLaunch(Launch):
 
 
 def started_with(folder: Path) -> list[int]:
-    """Return other processes of this host with ``folder`` as the tuning folder in their environment."""
+    """Return other processes of this host that have ``folder`` as the tuning folder in their environment."""
     mark = f"{TUNING}={folder}".encode()
     return [pid for pid in processes_with(lambda variable: variable == mark) if pid != os.getpid()]
 
 
 def codes_of_agent(said: str) -> dict[int, int]:
-    """Return exit codes of ranks in the report of torch's agent, except of those that it ended itself."""
+    """Return exit codes of ranks from the report of torch's agent, without those that it ended itself."""
     return {int(rank): int(code) for rank, code in _OF_AGENT.findall(said) if int(code) != -signal.SIGTERM}

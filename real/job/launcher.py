@@ -1,7 +1,7 @@
 """Launching: ``fleetbench launch`` of a user's script on this machine.
 
-A launcher starts its processes, follows them and ends them. ``real.job.served_launcher`` has jobs with
-parameter servers. Trainers on several nodes are started by torchrun, srun or an operator.
+A launcher starts its processes, follows them and ends them. Jobs with parameter servers are in
+``real.job.served_launcher``; trainers on several nodes are started by torchrun, srun or an operator.
 """
 
 import fcntl
@@ -24,8 +24,8 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 
 Echo = Callable[[bytes], object]
 GRACE_S = 120.0
-"""Seconds that trainers have to end after an interrupt, because they may save first. A printed Slurm job
-requests as many."""
+"""Seconds for trainers to end when told to, because they may save first. A printed Slurm job allows as
+much."""
 POLL_S = 0.05
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 
@@ -36,9 +36,9 @@ def follow(
     see_end: Callable[[Started], object],
     is_over: Callable[[], bool],
 ) -> None:
-    """Follow processes until ``is_over`` returns true. ``echo`` receives rank 0's output, if it runs here.
+    """Follow the processes until ``is_over``. ``echo`` gets the output of rank 0, if it runs here.
 
-    ``see_end`` is called once for each process of this machine that has ended, with its code set. If
+    ``see_end`` is called once for each process of this machine that has ended, with its exit code set. If
     interrupted, it lets the trainers end first.
     """
     with ExitStack() as stack:
@@ -67,7 +67,7 @@ def follow(
 
 
 def _unheard(echo: Echo) -> Echo:
-    """Return an ``echo`` that ignores errors, because the terminal may be gone."""
+    """Return an ``echo`` that continues when nothing reads it: the terminal may be gone."""
 
     def hear(text: bytes) -> None:
         with suppress(OSError, FleetbenchError):
@@ -77,9 +77,9 @@ def _unheard(echo: Echo) -> Echo:
 
 
 def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], object], Callable[[], bool]], None]) -> None:
-    """Tell the trainers to end, and ``look`` until they and then the servers have, or until a time limit.
+    """Tell the trainers to end, and call ``look`` until they and then the servers have, or until their time is over.
 
-    Only the trainer itself is told first, and its children after it has ended, because workers that load its
+    Only the trainer itself is told, and its own child processes after it has ended: workers that load its
     data must not end before it.
     """
     trainers = [process for process in processes if process.kind == "trainer"]
@@ -102,16 +102,18 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], o
 
 
 def _note_end(rank: Started) -> None:
-    """Report a failed rank to the driver that has started this launcher, if any."""
+    """Record that a rank has ended; a driver that has started this launcher is told about a failure."""
     if rank.code and TUNING in os.environ:
         RankSide(Path(os.environ[TUNING])).ended(rank.rank, rank.code)
 
 
 def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
-    """Return the error of a launch that failed, or ``None``. ``noted``: a process blamed by another, and why.
+    """Return the error of a launch that did not end well.
 
-    It names, in this order: a stopped process (SIGSTOP), a killed one, one that another has blamed, a failed
-    one, one that did not end. ``located``: returns the name with its host.
+    ``noted``: the process that another one blamed, and why.
+
+    It names a stopped process (SIGSTOP) first, then a killed one, then one that another process blamed, then
+    one that failed, then one that did not end. ``located``: the name with its host.
     """
     failed = sorted(((process.name, process.code) for process in processes if process.code), key=lambda item: item[1] == -signal.SIGTERM)
     living = [process for process in processes if process.code is None]
@@ -133,10 +135,11 @@ def launch_script(
 ) -> bool:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers.
 
-    Returns whether any of them called ``fleet.init``. With ``strategy``, a file, its
-    ``DistributedDataParallel`` model trains by it; raises ``ConfigError`` if it has none. Worker N's output
-    is in ``log_dir/workerlog.N``; rank 0's is echoed. Ranks meet through a file. Raises ``WorkerFailed``
-    naming the rank that failed first.
+    Return whether any called ``fleet.init``.
+
+    With ``strategy``, a file, its ``DistributedDataParallel`` model trains by that strategy; raises
+    ``ConfigError`` if it has no such model. Worker N's output is in ``log_dir/workerlog.N``; rank 0's is
+    echoed. Ranks find each other through a file. Raises ``WorkerFailed`` with the rank that failed first.
     """
     ranks: list[Started] = []
     with logs_in(log_dir, [f"workerlog.{rank}" for rank in range(nproc)]), temporary_folder() as folder:
@@ -161,17 +164,16 @@ def launch_script(
 
 
 def _own(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those that the user may set and has set."""
+    """Return the variables without those that the user may and did set."""
     return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
 
 
 @contextmanager
 def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[None]:
-    """Reserve ``log_dir`` for a launch's logs with these names.
+    """Hold ``log_dir`` for a launch's logs with these names, and remove an earlier launch's.
 
-    Logs of an earlier launch are removed; if other hosts may see the same disk (``is_spread``), only those of
-    these names. Raises ``EnvironmentLacks`` if the folder cannot be created, and while another launch writes
-    there.
+    If other hosts may use the same disk (``is_spread``), only logs with these names are removed. Raises
+    ``EnvironmentLacks`` if the folder cannot be created, and while another launch writes there.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -194,10 +196,7 @@ def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> It
 
 
 def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:
-    """Return the error, after showing the traceback of the rank to blame.
-
-    It is shown if its output is here and was not echoed, as rank 0's was.
-    """
+    """Show the traceback of the blamed rank if its output is here and not echoed; return the error."""
     found = re.match(r"rank ([1-9]\d*)", error.where or "")
     log = log_dir / f"workerlog.{found[1]}" if found is not None else None
     text = log.read_bytes() if log is not None and log.is_file() else b""

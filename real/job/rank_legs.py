@@ -45,12 +45,14 @@ if TYPE_CHECKING:
 
 
 class EngineSwitch(Trained):
-    """A change of strategy in the living process of a user's script; every rank changes at the same step.
+    """A change of strategy in the living process of a user's script.
 
-    The current engine removes its hooks and buffers. The optimizer's state becomes rank 0's, because Local
-    SGD and layer profiles leave different ones on the ranks. A new engine starts all ranks from rank 0's
-    parameters and buffers. The user's ``.grad`` stay unchanged for code that reads them after
-    ``optimizer.step()``. ``on_engine`` is called with every new engine.
+    Every rank changes its engine at the same step.
+
+    The engine in force takes its hooks and buffers away; the optimizer's state becomes rank 0's, because
+    Local SGD and layer profiles leave another one on every rank; a new engine starts all ranks from rank 0's
+    parameters and buffers. The user's ``.grad`` stay what they were, so that what reads them after
+    ``optimizer.step()`` reads on. ``on_engine`` hears of every engine that takes over.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class EngineSwitch(Trained):
         return engine
 
     def use(self, engine: Engine) -> None:
-        """See ``Trained``."""
-        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to read a loss
+        """Use this engine; see ``Trained``."""
+        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to hear a loss
         self._on_engine(engine)
 
     def begin(self, leg: Leg, beat: Beat) -> Engine:
@@ -98,8 +100,7 @@ class EngineSwitch(Trained):
         engine.on_step = beat
 
         def see_forward(model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            # an evaluation follows the step before it, and delays its end
-            if not (model.training and torch.is_grad_enabled()):
+            if not (model.training and torch.is_grad_enabled()):  # such a forward follows the step before it, whose end it delays
                 self._evaluated.add(engine.step)
             elif self.batch_size is None:
                 leaves = pytree.tree_leaves((arguments, named))
@@ -115,12 +116,12 @@ class EngineSwitch(Trained):
         return {"evaluated": evaluated}
 
     def measuring(self, _leg: Leg) -> ProfileLeg:
-        """See ``Trained``."""
+        """Return the measuring leg; see ``Trained``."""
         self.leave()
         return ProfileLeg(self.model, self.optimizer, self.communicators)
 
     def count_saved(self, saved: SavedForBackward) -> None:
-        """See ``Trained``; the loss is the script's."""
+        """Count bytes saved for the backward; see ``Trained``. The loss is the script's."""
         handles: list[RemovableHandle] = []
 
         def enter(*_: object) -> None:
@@ -136,7 +137,7 @@ class EngineSwitch(Trained):
         handles.append(self.model.register_forward_pre_hook(enter))
 
     def leave(self) -> None:
-        """Close the current engine, and let all ranks have one state of the optimizer."""
+        """Close the current engine, and give all ranks the same optimizer state."""
         if self._engine is not None:
             with keeping_gradients(self.model):
                 self._engine.close()
@@ -148,12 +149,11 @@ class EngineSwitch(Trained):
 def share_state(optimizer: torch.optim.Optimizer, communicators: Communicators) -> None:
     """Copy rank 0's optimizer state to every rank, tensor by tensor, in place.
 
-    Values that are not tensors on the trainers' device, such as counts of steps, are equal on all ranks
-    anyway. Raises ``ConfigError`` if a rank has other state than rank 0.
+    Plain numbers, such as step counts, are equal on all ranks anyway. Raises ``ConfigError`` if a rank holds
+    other state than rank 0.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # in one order on all ranks
-    states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]
+    states = [sorted(optimizer.state.get(parameter, {}).items()) for parameter in parameters]  # in one order on all ranks
     found = [(f"{number}.{name}", value) for number, state in enumerate(states) for name, value in state if isinstance(value, torch.Tensor)]
     agree_on([f"{where} {list(tensor.shape)} {tensor.dtype}" for where, tensor in found], "the optimizer's state", communicators)
     for _, tensor in found:
@@ -165,20 +165,22 @@ _MEETINGS = 9
 
 
 def clock_ahead_ns(meeting: Meeting) -> int:
-    """Return the ns by which this host's monotonic clock is ahead of rank 0's.
+    """Return by how much this host's monotonic clock is ahead of rank 0's.
 
-    Every rank calls it at the same place. All ranks leave a meeting at about the same time, and record it.
-    The median over some meetings is the offset, up to the ranks' differences in leaving. Ranks that share a
-    kernel share its clock, so nothing is measured.
+    Every rank calls it at the same place.
+
+    All ranks leave a meeting at about one time, and record it; the median over some meetings is the offset,
+    as precise as the times at which ranks leave one. Ranks that share a kernel share its clock, and nothing
+    is measured.
     """
     kernels = meeting.texts(Place.here().kernel)
     left = [meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if len(set(kernels)) > 1 else 0)]
-    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # the first only shows when they arrived
+    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
     return 0 if kernels[meeting.rank] == kernels[0] else round(median(found))
 
 
 class RankLegs:
-    """One rank's legs; see the module."""
+    """See the module."""
 
     def __init__(self, folder: RankSide, rank: int, meeting: Meeting | None = None) -> None:
         self.folder = folder
@@ -191,13 +193,13 @@ class RankLegs:
         self._num_steps = 0
         """Number of steps of a script's process."""
         self._evaluates, self._metrics = False, dict[str, list[tuple[int, torch.Tensor | float]]]()
-        """Metrics that the script reports beside the loss in the current leg, by its process's steps."""
+        """Values that the script reports beside the loss in the current leg, by its process's steps."""
 
     @classmethod
     def join(cls, meeting: Meeting) -> RankLegs:
-        """Join the job; every rank calls it.
+        """Announce that this rank is here; every rank calls it.
 
-        Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` does not name a job's folder.
+        Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` names no folder of a job.
         """
         folder = RankSide.of_environment()
         steps = cls(folder, meeting.rank, meeting)
@@ -206,37 +208,36 @@ class RankLegs:
         return steps
 
     def begin(self, switch: EngineSwitch | ShardedSwitch) -> None:
-        """Start the first leg of a script that is ready to train, and follow the optimizer's steps."""
+        """Begin the first leg and follow the optimizer's steps; called when the script is ready to train."""
         self._legs = self._of_script(switch)
         follow_steps(switch.optimizer, self.step_done)
         self._advance(None)
 
     def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float] | None = None) -> bool:
-        """Record a loss and metrics of the script; return whether a leg is running."""
+        """Take a loss and metrics from the script; return whether a leg used them."""
         if self._engine is None:
             return False
         for name, value in (metrics or {}).items() if self._evaluates else ():
-            # read when the leg is over
-            kept = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            kept = value.detach().clone() if isinstance(value, torch.Tensor) else value  # read when the leg is over
             self._metrics.setdefault(name, []).append((self._num_steps, kept))
         self._engine.report(loss)
         self._engine.stopwatch.loss(loss)
         return True
 
     def step_done(self) -> None:
-        """End an ``optimizer.step()`` of the script. Raises ``SystemExit`` after the last leg."""
+        """Handle the end of the script's ``optimizer.step()``. Raises ``SystemExit`` after the last leg."""
         self._num_steps += 1
         self._advance(False)
 
     def exits(self) -> None:
-        """End the process: keep the data of an unfinished leg, unless an error ended it."""
+        """Keep the results of an unfinished leg when the process exits, unless by an error."""
         if self._engine is not None and not hasattr(sys, "last_value"):
             self._advance(True)
 
     def _advance(self, is_over: bool | None) -> None:
         self._engine = None
         with suppress(StopIteration):
-            self._engine = cast("Engine", self._legs.send(is_over))  # a script has only this one
+            self._engine = cast("Engine", self._legs.send(is_over))  # a script has no other
 
     def _of_script(self, switch: EngineSwitch | ShardedSwitch) -> Generator[LegEngine, bool | None, None]:
         """Run a script's legs.
@@ -246,8 +247,7 @@ class RankLegs:
         """
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
-            # the script's final code finds its own strategy
-            switch.open(switch.own_strategy, keep_times=False)
+            switch.open(switch.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
             end_script()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
@@ -282,21 +282,20 @@ class RankLegs:
                 part["facts"] = encode(facts)
             if self._metrics:
                 part["metrics"] = {name: [[first + at, float(value)] for at, value in told] for name, told in self._metrics.items()}
-            # all ranks are here; clocks may have drifted since the leg's start
-            offsets_ns.append(self._compared_clocks())
+            offsets_ns.append(self._compared_clocks())  # all ranks are here, and the clocks have drifted since the leg began
             self.folder.finish(number, self._rank, part | {"clock_offsets_ns": offsets_ns})
             number += 1
         return True
 
     def _compared_clocks(self) -> tuple[int, int]:
-        """Return the time on this rank's clock, and the ns by which it is ahead of rank 0's."""
+        """Return the time on this rank's clock, and by how much it is ahead of rank 0's."""
         return time.monotonic_ns(), 0 if self._meeting is None else clock_ahead_ns(self._meeting)
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
     """Call ``on_step`` after every ``optimizer.step()``, its hooks included.
 
-    Learning-rate schedules wrap the result as they wrap any other step.
+    Learning-rate schedules wrap the result as they wrap any.
     """
     step = optimizer.step
 

@@ -35,23 +35,23 @@ from real.leg import Leg
 
 Part = Mapping[str, Any]
 LEAST_STEPS = 3
-"""Smallest number of counted steps of a leg."""
+"""Least number of counted steps in a leg."""
 
 
 def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], float]:
-    """Return steps and spans of all ranks, and their seconds with pauses; ``parts`` by rank, on one clock.
+    """Return steps and spans of all ranks, and the seconds that they took including pauses.
 
-    Time begins with the first step of any rank.
+    ``parts`` are in rank order, on one clock. Time begins with the first step of any rank.
     """
     origin = min(part["steps"][0]["record"]["start_ns"] for part in parts)
     last = max(step["record"]["end_ns"] for part in parts for step in part["steps"])
-    paused: dict[int, int] = {}  # by step, on the rank with the shortest pause
+    paused: dict[int, int] = {}  # by step, on the rank that pauses least
     for step in (step for part in parts for step in part["steps"]):
         number, own_ns = step["record"]["step"], step["paused_ns"]
         paused[number] = min(paused.get(number, own_ns), own_ns)
     parts = [
         _without(part, [(step["record"]["end_ns"] - step["paused_ns"], paused[step["record"]["step"]]) for step in part["steps"]], origin)
-        for part in parts  # a pause is the last action of a rank in a step
+        for part in parts  # a pause is the last that a rank does in a step
     ]
     steps = [step for part in parts for step in part["steps"]]
     started = sorted((step["started_ns"], step["record"]["step"]) for step in steps if step.get("started_ns") is not None)
@@ -65,8 +65,7 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
 def _record(step: Part, latest: Mapping[int, int]) -> StepRecord:
     """Return a step's record.
 
-    ``latest``: by step, the time when the last rank started an earlier step's exchange that this step waits
-    for.
+    ``latest``: by step, when the last rank started an earlier exchange that it waits for.
     """
     told = dict(step["record"])
     if step.get("started_ns") is not None:
@@ -82,16 +81,12 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(told: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Return the seconds until the losses ``told`` have reached the target, and the crossing, or ``None``.
-
-    The time lasts from the first counted start to the last rank's end of the step.
-    """
+    """Return seconds from the first counted start to the end of the step at which losses have reached the target."""
     if (reached := crossing(told, target)) is None:
         return None
     kept = [record for record in records if 1 <= record.step <= reached.step]
     took_s = (max(record.end_ns for record in kept) - min(record.start_ns for record in kept)) * 1e-9
-    # a step that was cut out counts like the others
-    return took_s * (reached.step / len({record.step for record in kept})), reached
+    return took_s * (reached.step / len({record.step for record in kept})), reached  # a step that was cut out took what the others did
 
 
 def run_of(
@@ -103,7 +98,7 @@ def run_of(
     skipped: Sequence[dict[str, str]] = (),
     **known: Any,
 ) -> RunResult:
-    """Return the run of a leg from the ranks' ``parts``, by rank, and its servers' ``reports``.
+    """Return the run of a leg; ``parts`` in rank order, and its servers' ``reports``.
 
     ``experiment`` gets the leg's strategy and steps. ``known``: other fields of ``Summary``.
     """
@@ -150,7 +145,7 @@ def run_of(
 
 
 def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | None:
-    """Return means over the ranks, and over steps after ``after`` and up to ``to``."""
+    """Return means over ranks, and over steps after ``after`` and up to ``to``."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, told in part.get("metrics", {}).items():
@@ -159,9 +154,9 @@ def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | N
 
 
 def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
-    """Return the experiment that a leg executed.
+    """Return the experiment of a leg.
 
-    Legs of a profile make local steps with any optimizer: they measure time, and no experiment would ask for
+    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would request
     that.
     """
     workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
@@ -177,10 +172,7 @@ def _on_first_clock(part: Part) -> Part:
 
 
 def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Part:
-    """Return the part with times after ``origin``, as if its clock stood still in ``gaps``.
-
-    A gap is a start and a length; gaps are in order.
-    """
+    """Return the part with all times relative to ``origin``, without the ``gaps`` (begin and length, in order)."""
     begins = [begin for begin, _ in gaps]
     before = [0, *itertools.accumulate(length for _, length in gaps)]
 
@@ -192,7 +184,7 @@ def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Pa
 
 
 def _shifted(part: Part, by_ns: Callable[[int], int]) -> Part:
-    """Return the part with each time of a step and of a span earlier by ``by_ns`` of it."""
+    """Return the part with all times of steps and spans earlier by ``by_ns``."""
 
     def earlier(entry: Part) -> dict[str, Any]:
         moments = [name for name in ("start_ns", "end_ns", "arrival_ns", "started_ns") if entry.get(name) is not None]
@@ -221,16 +213,16 @@ def _undisturbed(ranks: Sequence[Part], evaluated: set[int]) -> Sequence[Part]:
 
 
 def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
-    """Return the first step after ``evaluated`` in which ranks wait for each other, or the last of all."""
+    """Return the first step after ``evaluated`` in which ranks wait for each other, or else the last step."""
     meets = {step["record"]["step"] for step in part["steps"] if step["record"]["arrival_ns"] is not None} or steps
     return min((step for step in meets if step > evaluated), default=max(steps))
 
 
 def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tuple[int, float]]:
-    """Return means of the reported loss over all ranks and ``every`` steps, by the last of these.
+    """Return means of the reported loss over all ranks and windows of ``every`` steps, by last step.
 
-    A window counts once it is over, by ``last_step``. Its mean excludes steps that were cut out, and those
-    without a report.
+    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a
+    report, are not part of its mean.
     """
     counted = table[(table["step"] >= 1) & table["loss"].notna()]
     windows = counted["loss"].groupby((counted["step"] - 1) // every).mean()

@@ -1,9 +1,9 @@
 """ScriptSession: legs in a user's script, through one launch of its command after another.
 
-A launch is kept as long as possible: the next leg follows the last one in the living process. A new one
-starts before a pair if the last launch was used enough, for a leg from the initial parameters, for a strategy
-that changes settings that a process can have only once, after a failed leg, and after the end of the script's
-data. Then the capacity of one launch is known, and legs are cut to it.
+A launch is kept as long as it will do: the next leg follows the last one in the living process. There is a
+new one where a pair begins and the last launch was used enough, where a leg starts from the initial
+parameters, where its strategy changes what a process can have only once, where a leg has failed, and where
+the script's own data end: then what it can do in one launch is known, and legs are cut to it.
 """
 
 import dataclasses
@@ -34,30 +34,31 @@ from real.processes.started import uninterrupted
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
-"""First leg, which finds out the script's facts."""
+"""First leg, which finds out what the script is."""
 _MOST_LAUNCHES = 5
 """Largest number of launches for one leg."""
 _USED = 0.25
-"""Share of the time until the end of a launch's first leg. Once later legs took as much, the next pair starts
+"""Share of a launch's time to the end of its first leg: once later legs took as much, the next pair starts
 another launch, because launches differ."""
 
 
 class ScriptSession(LegSession):
-    """A session of legs in a user's script.
+    """Entering starts the command and finds out what the script is, which is then ``experiment``.
 
-    Entering starts the command and finds out the script's facts, which become ``experiment``; leaving ends
-    it. Raises ``ConfigError`` for a strategy or script that cannot be executed, and ``LegFailed`` naming the
-    rank if a leg breaks: the session can continue with the next.
+    Leaving ends it.
+
+    Raises ``ConfigError`` for a strategy or script that cannot be executed, ``LegFailed`` naming the rank
+    where a leg breaks: the session goes on with the next.
     """
 
     experiment: Experiment
 
     def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None, workdir: Path | None = None) -> None:
-        """``known``: the experiment found by an earlier, interrupted session.
+        """``known``: what was found before, by a session that was interrupted.
 
-        Nothing starts before the first leg then.
+        Nothing is started until the first leg then.
 
-        ``workdir``: the folder in which the command starts; by default this process's.
+        ``workdir``: the folder that the command is started in; this process's, if none.
         """
         super().__init__()
         self._within = Path(os.environ[SHARED]) if SHARED in os.environ else None
@@ -70,32 +71,35 @@ class ScriptSession(LegSession):
         self._restart_part: DistributedStrategy | None = None
         self._held_s = 0.0
         self.notes: list[str] = []
-        """Notes on failures without consequences."""
+        """Notes about harmless problems."""
         self.hosts: tuple[str, ...] = ()
         """Hosts of the last launch, by rank."""
         self.capacity: int | None = None
-        """Number of the script's optimizer steps until its data end, once that is known."""
+        """Number of optimizer steps of the script until its data end, once known."""
         self._unattached: str | None = None
-        """Reason why the job did not reach the script's model in that launch."""
+        """Reason why the job did not find the script's model in that launch."""
         self._most: int | None = None
-        """Largest number of a leg's steps, if a launch cannot carry all legs that are compared with each
+        """Largest number of a leg's steps, if a launch could not run all legs that are compared with each
         other."""
 
     @property
     def held_s(self) -> float:
-        """Seconds of all trainers together, during all launches, also while they wait for orders."""
+        """Trainer seconds from the start of every launch to its end, including waits for orders."""
         return self._held_s + (0.0 if self._launch is None else self._launch.held_s)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg.
 
-        Raises ``LegFailed`` if the script does not work with its strategy or with its results.
+        Raises ``LegFailed`` if the script cannot run its strategy, or if numbers become invalid.
         """
         refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
         return run_of(self.experiment, leg, self._parts(leg, progress), foreign_cores=self.foreign_cores)
 
     def together(self, legs: Sequence[Leg]) -> None:
-        """See ``LegSession``; cuts legs to a launch's steps, and ends a launch that was used enough."""
+        """Announce legs as in ``LegSession``.
+
+        They are cut to the steps of a launch; a used launch is replaced.
+        """
         wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
         if self.capacity is not None and wanted > self.capacity:
             share = self.capacity // len(legs)
@@ -125,9 +129,9 @@ class ScriptSession(LegSession):
             self.notes.append(what)
 
     def _run(self, leg: Leg, progress: Progress | None = None) -> list[Part]:
-        """Return every rank's part of a leg; a launch that is too short or broken is replaced.
+        """Return every rank's part of a leg, from a launch that can run it.
 
-        A broken one is replaced once.
+        A launch that breaks is replaced once.
         """
         lost = False
         for _ in range(_MOST_LAUNCHES):
@@ -152,21 +156,21 @@ class ScriptSession(LegSession):
                 return self._in_order(parts, launch)
             self.capacity, self._unattached = launch.num_steps, None if launch.num_steps else launch.unattached
             self._kill()
-        hint = "let it train the same number of steps in every run, and more than tune.leg_steps and run.warmup_steps together"
-        raise LegLost("ends by itself, each time after a different number of steps", "the command", f"{self.capacity} at last", hint)
+        hint = "let it train as many steps in every run, and more than tune.leg_steps and run.warmup_steps together"
+        raise LegLost("ends by itself, each time after another number of steps", "the command", f"{self.capacity} at last", hint)
 
     def _in_order(self, parts: dict[int, Part], launch: CommandLaunch) -> list[Part]:
         known = getattr(self, "experiment", None)
         if known is not None and known.cluster.trainers != len(launch.ranks):
-            what = "the command starts a different number of trainers than before"
+            what = "the command starts another number of trainers than before"
             told, hint = f"{len(launch.ranks)}, before {known.cluster.trainers}", "tune again, without --from or with another --out"
             raise ConfigError(what, "the command", told, hint)
         return [parts[rank] for rank in sorted(parts)]
 
     def _fitted(self, leg: Leg) -> Leg:
-        """Return the leg with at most as many steps as the script has.
+        """Return the leg with at most the script's steps.
 
-        Raises ``ConfigError`` if it has too few for any leg.
+        Raises ``ConfigError`` if these are too few for any leg.
         """
         if self.capacity is None:
             return leg
@@ -183,8 +187,8 @@ class ScriptSession(LegSession):
                 what = what if self._unattached is None else f"{what}: {self._unattached}"
                 way_out = "a step ends where optimizer.step() returns" if self._unattached is None else WAY_OUT
                 hint = (
-                    f"{way_out}; a script that resumes from a checkpoint must not load one if {TUNING} is in its environment: "
-                    "an earlier launch may have finished its training"
+                    f"{way_out}; one that goes on from a checkpoint is to load none where {TUNING} is in its environment: "
+                    "a launch before may have finished its training"
                 )
             raise ConfigError(what, "the command", f"{self.capacity} optimizer steps", hint)
         return dataclasses.replace(leg, steps=steps)
@@ -213,7 +217,7 @@ class ScriptSession(LegSession):
             if self._launch is not None:
                 self._launch.end()
         except FleetbenchError as error:
-            self.notes.append(f"{error.where} {error.what}, after its last leg, whose results are complete")
+            self.notes.append(f"{error.where} {error.what}, after its last leg, whose results are there")
         finally:
             self._kill()
 
@@ -226,8 +230,5 @@ class ScriptSession(LegSession):
 
 
 def restart_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Return the strategy with only the settings that a living process cannot change well.
-
-    They are mixed precision, compiled graphs and recompute.
-    """
+    """Return the strategy with only the changes that need a restart: mixed precision, compiled graphs, recompute."""
     return strategy.without(*KNOBS.keys() - named("restarts"))

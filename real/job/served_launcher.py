@@ -24,11 +24,11 @@ from real.servers.launcher_messages import NOTE, tell_servers
 
 ENDED_THERE = "the launch was ended there"
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
-"""Variables of other launchers, which would hide a process's role in this job."""
+"""Variables of other launchers that would hide a process's role given by us."""
 _SERVER_GRACE_S = 300.0
-"""Seconds that servers have to write their last checkpoint after all trainers have ended."""
+"""Seconds for servers to write their last checkpoint after all trainers have ended."""
 _PARTING_S = 3.0
-"""Seconds that servers of this host have to tell trainers of other hosts why the job ends."""
+"""Seconds for servers of this host to tell trainers of other hosts why the job ends."""
 
 
 def launch_placed(
@@ -63,16 +63,16 @@ def launch_placed(
 
 
 class ServedJob:
-    """A job with servers on one host. ``run`` lasts until its processes have ended.
+    """A job with servers, as one host sees it: ``run``, to the end of its processes.
 
-    Raises ``WorkerFailed`` naming the process that ended the job.
+    Raises ``WorkerFailed`` with the process that ended it.
     """
 
     def __init__(self, placement: Placement, note: Path) -> None:
         self.processes: list[Started] = []
         """Processes of this machine."""
         self._placement, self._note = placement, note
-        self._trained_at: float | None = None  # time of the last trainer's end, in a job on only this machine
+        self._trained_at: float | None = None  # since when no trainer of a job of this machine alone lives
 
     def run(self, command: list[str], common: Mapping[str, str], log_dir: Path, echo: Echo) -> None:
         """Start this machine's processes, and follow them to their end."""
@@ -94,10 +94,7 @@ class ServedJob:
             raise failure
 
     def _is_over(self) -> bool:
-        """Whether all have ended, one failed or blamed another, or the time of servers is over.
-
-        Servers have limited time after the last trainer's end.
-        """
+        """Whether all have ended, one has failed or blamed another, or the servers' time after the last trainer is over."""
         living = [process for process in self.processes if process.code is None]
         if not living or any(process.code for process in self.processes) or self._note.exists():
             return True
@@ -116,6 +113,5 @@ class ServedJob:
         tell_servers(self._placement.endpoints, where, what)
         deadline = time.monotonic() + _PARTING_S
         servers = [process.popen for process in self.processes if process.kind == "server"]
-        # they first tell all trainers
-        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):
+        while time.monotonic() < deadline and any(popen.poll() is None for popen in servers):  # they first tell all who train
             time.sleep(POLL_S)

@@ -36,22 +36,22 @@ _UNREALISED = {f"cluster.{name}" for name in UNREALISED}
 
 
 class LegSession(ABC):
-    """Runs legs, one after another.
+    """Runs legs one after another. A context manager: entering starts the processes, leaving ends them.
 
-    It is a context manager: entering starts the processes, leaving ends them. On an error or Ctrl-C they are
-    killed, and after a worker's failure their output is kept.
+    On an error or Ctrl-C they are killed; if a worker failed, its output is kept.
     """
 
     def __init__(self) -> None:
         self._folder = Path()
         self._within: Path | None = None
-        """Where the folder is created; ``None``: among temporary files."""
+        """Parent of the session's folder; none: among temporary files."""
         self._mark: str | None = None
-        """Environment variable of the session's processes that are not children of this one."""
+        """Environment variable that marks the session's processes that are not this process's children."""
         self.startup_s = 0.0
-        """Known seconds that the next leg may take beyond its steps, because it needs another launch."""
+        """Seconds that the next leg may need for another launch, as far as known."""
         self.foreign_cores: float | None = None
-        """Cores of this machine that other programs used during the last leg; ``None`` if not measured."""
+        """Mean number of cores that other programs used on this machine during the last leg; none if not
+        measured."""
 
     def __enter__(self) -> Self:
         self._folder = make_folder(self._within)
@@ -74,14 +74,14 @@ class LegSession(ABC):
         """Run one leg to its end. The result's experiment has the leg's strategy and steps."""
 
     def run_profile(self, leg: Leg) -> list[dict[str, Any]]:
-        """Run a leg with ``profile`` set; return every rank's layer times as plain data."""
+        """Run a leg with ``profile`` set, and return every rank's layer times as plain data."""
         return [part["layer_times"] for part in self._parts(leg)]
 
-    def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # with one launch for all legs there is nothing to do
-        """Announce the next legs, which are compared with each other, so one launch should carry all."""
+    def together(self, legs: Sequence[Leg]) -> None:  # noqa: B027  # where all legs are of one launch, there is nothing to do
+        """Announce the next legs, which are compared with each other and should share one launch if possible."""
 
     def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """Return every rank's part of a leg, by rank; ``foreign_cores`` gets the machine's other load."""
+        """Return every rank's part of a leg, by rank. Stores the machine's other load in ``foreign_cores``."""
         with watching(self._mark) as load:
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
@@ -89,7 +89,7 @@ class LegSession(ABC):
 
     @abstractmethod
     def _run(self, leg: Leg, progress: Progress | None) -> list[dict[str, Any]]:
-        """Run a leg; return every rank's part, by rank."""
+        """Run a leg, and return every rank's part, by rank."""
 
     @abstractmethod
     def _start(self) -> None:
@@ -97,11 +97,11 @@ class LegSession(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """End the processes in order."""
+        """End the processes in good order."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """Kill the remaining processes, in any state."""
+        """Kill the processes that are left."""
 
     def _abort(self) -> None:
         error = sys.exc_info()[1]
@@ -113,10 +113,9 @@ class LegSession(ABC):
 
 
 class Session(LegSession):
-    """A launch of the experiment's trainers on this machine.
+    """A launch of the experiment's trainers on this machine, on entering or, without ``at_once``, at the first leg.
 
-    It starts on entering, or with the first leg if not ``at_once``. Raises ``ConfigError`` for an experiment
-    that cannot be executed, and ``WorkerFailed`` naming the rank if a worker fails.
+    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` with the rank if a worker breaks.
     """
 
     def __init__(self, experiment: Experiment, *, at_once: bool = True) -> None:
@@ -136,7 +135,7 @@ class Session(LegSession):
         self._testbed = testbed_of(experiment)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
-        """See ``LegSession``."""
+        """Run one leg; see ``LegSession``."""
         parts = self._parts(leg, progress)
         loads = loads_of(self._reports)
         assert len({part["parameters"] for part in parts}) == 1, "trainers hold different parameters after a leg"
@@ -153,7 +152,7 @@ class Session(LegSession):
             foreign_cores=self.foreign_cores,
         )
         record = None if self._testbed is None else self._testbed.record()
-        return dataclasses.replace(result, testbed=record, peak_bytes=())  # forks share memory in part
+        return dataclasses.replace(result, testbed=record, peak_bytes=())  # memory, which forks share in part
 
     def _start(self) -> None:
         if self._at_once:
@@ -177,7 +176,7 @@ class Session(LegSession):
     def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Return every rank's part.
 
-        A testbed watches the machine itself, and repeats timed legs if it was busy.
+        A testbed checks the machine itself, and repeats a leg if it was not quiet.
         """
         if self._launch is None:
             self._begin()
@@ -250,8 +249,9 @@ class Session(LegSession):
 def measure(experiment: Experiment, *, progress: Progress | None = None, record: bool = False) -> RunResult:
     """Run the experiment from its initial parameters, with one process per trainer.
 
-    It is repeated if the machine was busy. Raises ``ConfigError`` for an experiment that cannot be executed,
-    and ``WorkerFailed`` naming the rank.
+    Again if the machine was busy.
+
+    Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` with the failed rank.
     """
     leg = Leg(
         strategy=experiment.strategy,

@@ -19,7 +19,7 @@ from fleetbench.errors import ConfigError
 from real.processes.roles import ATTACH, STRATEGY
 
 NEVER_CALLED = "no model of DistributedDataParallel or fully_shard was called whose parameters an optimizer holds"
-FOUR_LINES = "the script calls fleet.init itself, and its own strategy counts"
+FOUR_LINES = "the script calls fleet.init itself, and what it gives to it counts"
 WAY_OUT = (
     "put fleet's lines into the script: fleet.init(), model = fleet.distributed_model(model), "
     "optimizer = fleet.distributed_optimizer(optimizer), and no DistributedDataParallel"
@@ -34,9 +34,9 @@ _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
 
 
 def attached_environment(folder: Path, strategy: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of a command whose processes attach to a job.
+    """Return variables for a command whose processes should attach to the job of ``folder``.
 
-    ``folder`` is the job's; ``strategy`` is a file by which they train.
+    ``strategy`` is a file by which they train.
     """
     path = os.pathsep.join(filter(None, [str(_SITE), base.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, ATTACH: str(folder)} | ({} if strategy is None else {STRATEGY: str(strategy.resolve())})
@@ -48,9 +48,9 @@ def note_attached() -> None:
 
 
 def note_unattached(why: str) -> None:
-    """Record that nothing was done in this process.
+    """Record why nothing was done in this process.
 
-    Any other reason replaces ``NEVER_CALLED``, which launchers leave, too.
+    A reason replaces ``NEVER_CALLED``, which launchers leave, too.
     """
     folder = Path(os.environ[ATTACH])
     if why != NEVER_CALLED or not (folder / _UNATTACHED).exists():
@@ -58,9 +58,9 @@ def note_unattached(why: str) -> None:
 
 
 def why_unattached(folder: Path) -> str | None:
-    """Return the reason why no process of a command has attached, as a sentence.
+    """Return a sentence why no process of a command has attached.
 
-    Returns ``None`` if one has, or if no folder was given.
+    None if one has, or if there is no folder.
     """
     if not folder.is_dir() or (folder / _ATTACHED).exists():
         return None
@@ -72,8 +72,8 @@ def why_unattached(folder: Path) -> str | None:
 
 
 def check_ordered(strategy: Path) -> None:
-    """Raise ``ConfigError`` for a strategy file that needs changes in the script."""
-    from fleetbench.strategy import DistributedStrategy  # a process that attaches loads it later, if at all
+    """Raise ``ConfigError`` for a file with a strategy that requires changes in the script."""
+    from fleetbench.strategy import DistributedStrategy  # which a process that attaches loads later, if at all
 
     if DistributedStrategy.load(strategy).mode == "ps":
         hint = "parameter servers need calls in the script, from fleet.init to fleet.stop_worker"
@@ -84,7 +84,7 @@ def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = Fals
     """Raise ``ConfigError`` if a job has ended and none of its models has used the strategy."""
     why = why_unattached(folder)
     if why is not None and is_elsewhere:
-        print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's message
+        print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's word
     if why is not None and not is_elsewhere:
         hint = "let it load the file: fleet.init(DistributedStrategy.load(FILE))" if why == FOUR_LINES else WAY_OUT
         hint = "install fleetbench there: python -m pip install fleetbench" if "cannot import fleetbench" in why else hint

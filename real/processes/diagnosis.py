@@ -1,12 +1,13 @@
 """Diagnosis: which rank broke a launch.
 
-When a rank dies, the others fail a moment later, with messages that name ports. When a rank stops, the others
-run into their timeout. So a killed rank is blamed first, then one with an error of its own, then a silent one.
+A rank that dies makes the others fail a moment later, with messages that name ports; a rank that
+stops makes them run into their timeout. So the first to blame is who was killed, then who raised
+an error of its own, then who fell silent.
 
 Errors of a leg of a user's script:
 
-LegFailed     probably the strategy's fault: out of memory, not a number, an exception, a refusal
-└── LegLost   the launch broke: a process was killed or fell silent; worth another try
+LegFailed the strategy's own doing, as far as anybody can tell: out of memory, no numbers, an exception, a
+refusal └── LegLost the launch broke: a process was killed or fell silent; worth another try
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"
-"""Text in errors for a process that reacted to no signal except SIGKILL."""
+"""Part of an error about a process that only SIGKILL ended."""
 NOTE = "failed-rank.json"
-"""File in a launcher's folder."""
+"""Name of a file in a launcher's folder."""
 
 
 class LegFailed(WorkerFailed):
@@ -40,32 +41,36 @@ class LegLost(LegFailed):
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """Error that a rank's own process reported before it ended."""
+    """Report of a rank's own process before it ended."""
 
     message: str
     collective: bool
-    """Whether a collective failed, which is most often another rank's fault."""
+    """Whether it failed in a collective, which is usually another rank's fault."""
     time_ns: int
     config: list[str | None] | None = None
-    """Arguments of the error if it was a ``ConfigError``."""
+    """Arguments of the ``ConfigError``; none for other errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Failure that a rank reported before it ended."""
+    """Statement of a rank before it ended."""
 
     rank: int
     what: str
-    """Text such as ``failed at step 3: ValueError: the third layer is odd``."""
+    """Description, such as ``failed at step 3: ValueError: the third layer is odd``."""
     own: bool
-    """False if a collective broke, which is most often another rank's fault."""
+    """Whether the error is the rank's own; false if a collective broke, which is usually another rank's
+    fault."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
 
 
 def read_note(path: Path) -> tuple[str, str] | None:
-    """Return the process that another one has blamed, such as ``rank 1``, and why, or ``None``."""
+    """Return the process that another one has blamed for their launcher, such as ``rank 1``, and why.
+
+    None without a file.
+    """
     if not path.exists():
         return None
     where, what = json.loads(path.read_text(encoding="utf-8"))
@@ -75,15 +80,15 @@ def read_note(path: Path) -> tuple[str, str] | None:
 def diagnose(
     exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
 ) -> LegFailed | ConfigError:
-    """Return the error that names the rank to blame.
+    """The error that names the rank to blame.
 
-    A worker's ``ConfigError`` is returned as it was. Out of memory has priority over everything else.
+    A worker's ``ConfigError`` is handed on as it was. Memory that ran out goes first.
 
     Args:
-        exit_codes: of ranks that ended by themselves before any was told to; negative is a signal.
-        errors: errors that ranks reported.
+        exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
+        errors: what ranks reported.
         beats: last sign of life of every rank.
-        now_ns: time on the clock of the beats.
+        now_ns: on the clock of the beats.
         log: where the workers' output is.
     """
     for error in errors.values():
@@ -91,20 +96,18 @@ def diagnose(
             what, where, value, hint = error.config
             return ConfigError(what or error.message, where, value, hint)
     hint = f"the workers' output: {log}"
-    # other ranks repeat the error of one
-    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):
+    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
     rank, how = _blame(exit_codes, errors, beats, now_ns)
-    # it trained, then became silent
-    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):
-        hint += "; if it evaluates or saves for that long: --set run.timeout='900 s'"
+    if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, and fell silent
+        hint += "; where it evaluates or saves for that long: --set run.timeout='900 s'"
     has_own_error = any(not error.collective for error in errors.values())
     return (LegFailed if has_own_error else LegLost)(how, f"rank {rank}", None, hint)
 
 
 def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log: Path, *, profile: bool) -> None:
-    """Raise ``LegFailed`` for the rank whose loss or parameter was NaN or infinite first.
+    """Raise ``LegFailed`` for the first rank whose loss or parameter was NaN or infinite.
 
     ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of
     the process before the leg. ``log``: where the workers' output is.
@@ -114,7 +117,7 @@ def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log:
         rank = min(found, key=lambda rank: (found[rank]["step"], rank))
         alone = ", in a leg of layer times, in which nothing is averaged" if profile else ""
         what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
-        hint = f"give the script a lower learning rate, or a checkpoint to start from; the workers' output: {log}"
+        hint = f"give the script a lower learning rate, or a checkpoint to begin from; the workers' output: {log}"
         raise LegFailed(what, f"rank {rank}", None, hint)
 
 
@@ -138,14 +141,13 @@ def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats
 
 
 def first_to_blame(exit_codes: Mapping[int, int]) -> int:
-    """Return the rank to blame: first a killed one, then a failed one, last one ended by the launcher."""
+    """Return the rank that ended by itself: killed, else failed, and last those ended by the launcher's signal."""
     return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, exit_codes[rank] >= 0, rank))
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit code in words; a negative one is a signal."""
+    """Describe an exit code; a negative one is a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
-    # real-time signals have no name
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # real-time signals have no name
     return f"was killed by {name}"

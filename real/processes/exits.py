@@ -1,4 +1,4 @@
-"""Exits: actions at a process's end, and an immediate end. A fork executes none of its parent's."""
+"""Exits: what a process does at its end, and what it does at once. A fork does nothing of its parent's."""
 
 import atexit
 import ctypes
@@ -13,17 +13,16 @@ from typing import NoReturn
 
 
 def at_exit(run: Callable[[], object]) -> None:
-    """Call ``run`` at the exit of this process, but not of its forks.
+    """Call ``run`` at the exit of this process, but not at a fork's exit: threads, connections and peers are not its own.
 
-    Threads, connections and peers are not the fork's. A process of ``multiprocessing`` ends without the
-    interpreter's hooks, and only before that the error that ended it is known.
+    A process of ``multiprocessing`` ends without the interpreter's hooks, and its exception is known only
+    before that.
     """
     owner = os.getpid()
 
     def leave() -> None:
         ended_by = sys.exc_info()[1]
-        # how torch.multiprocessing.spawn exits after an error
-        if isinstance(ended_by, SystemExit) and ended_by.code:
+        if isinstance(ended_by, SystemExit) and ended_by.code:  # torch.multiprocessing.spawn exits so after an error
             ended_by = ended_by.__context__
         if isinstance(ended_by, Exception):
             sys.last_value = ended_by
@@ -36,10 +35,7 @@ def at_exit(run: Callable[[], object]) -> None:
 
 
 def keep_in_forks(*held: object) -> None:
-    """Let forks of this process end without destroying these objects.
-
-    Process groups and stores would wait for threads that a fork does not have.
-    """
+    """Let forks exit without destroying what this process holds: groups and stores wait for threads that a fork lacks."""
 
     def keep() -> None:
         for each in held:
@@ -63,7 +59,7 @@ def on_uncaught(tell: Callable[[BaseException], None]) -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process immediately, after its output is flushed."""
+    """End the process immediately after flushing its output."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a full disk; a stream that was closed
             stream.flush()

@@ -1,15 +1,14 @@
 """Failures: when one rank of a script fails, all others learn it within seconds, by rank and message.
 
-A rank that waits in a collective notices nothing before its timeout. So a rank that fails writes to a log in
-the store at which all ranks have met, and a daemon thread of every rank reads that log.
+A rank that waits in a collective hears of nothing before its timeout. So a rank that fails says so in a log,
+in the store at which all ranks have met, and a daemon thread of every rank reads that log.
 
-Life cycle: ``watching`` -> ``failed``: this rank or another has failed, or a collective broke. The process
-ends after a grace period, whatever the script does, and never with exit code 0. -> ``ended``: all ranks have
-left together.
+``watching`` -> ``failed``: this rank or another has failed, or a collective broke. The process ends a grace
+later, whatever the script does, and never with exit code 0. -> ``ended``: all ranks have left together.
 
-An entry of the log is a failure, or a roll call. Every rank that reads one answers it, so a missing answer
-reveals a rank that was killed or stopped, or whose host is gone. Entry n is the key ``n``, rank r's answer
-``n/r``.
+An entry of the log is a failure, or a roll call; every rank that reads one answers it, so a rank that was
+killed or stopped, or whose host is gone, is known by its missing answer. Entry n is the key ``n``, rank r's
+answer ``n/r``.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # missing from __all__ only
 
 GRACE_S = 5.0
-"""Seconds that a rank has to end by itself after another has failed."""
+"""Seconds for a rank to end by itself after another has failed."""
 OWN_GRACE_S = 30.0
-"""Seconds that the failed rank has to end, because its script may have something to save."""
+"""Seconds for the failed rank, whose script may have to save something."""
 ALONE_S = 10.0
-"""Seconds, in addition to twice the longest collective so far, after which a collective counts as waiting for
-a rank that has come to its exit."""
+"""Seconds, in addition to twice the longest so far, after which a collective counts as waiting for a rank
+that has come to its exit."""
 _POLL_S = 0.5
 _ANSWER_S = 3.0
-"""Seconds in which the ranks must answer; each reads every ``_POLL_S``."""
+"""Seconds for the ranks to answer; each checks every ``_POLL_S``."""
 _STORE_S = 2.0
-"""Additional seconds in which the store must answer."""
+"""Additional seconds for the store to answer."""
 _LONGEST = 2000
 _LEFT_EARLY = "has ended while others still train: its script left early, as by sys.exit, or had fewer batches"
 _OF_PEERS = (
@@ -57,58 +56,61 @@ _OF_PEERS = (
 )
 """Parts of torch.distributed's messages about another rank that has ended or does not come."""
 _LEAVING = "fleetbench/leaving"
-"""Key of the store that exists once a rank has come to its exit."""
+"""Key in the store that exists once a rank has come to its exit."""
 _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"
 
 Answer = TypeVar("Answer")
 
 
 class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends of a worker
-    """A collective broke, which is most often another rank's fault."""
+    """A collective broke, which is usually another rank's fault."""
 
 
 def is_of_peers(error: BaseException) -> bool:
-    """Whether an error reports a broken collective."""
+    """Whether an error is about a broken collective."""
     text = f"{type(error).__name__}: {error}"
     return isinstance(error, CollectiveFailed) or (isinstance(error, RuntimeError) and any(what in text for what in _OF_PEERS))
 
 
 def rank_error(error: BaseException) -> RankError:
-    """Return the driver's record of an error that ends a rank."""
+    """Return the report to a job's driver about an error that ends a rank."""
     arguments = list(error.args) if isinstance(error, ConfigError) else None
     return RankError(f"{type(error).__name__}: {error}", is_of_peers(error), time.monotonic_ns(), arguments)
 
 
 def abort_collectives() -> None:
-    """End all collectives on NCCL, whose kernels would wait for a lost peer; gloo's end with the process."""
-    # also where no backend was named
-    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):
+    """Abort all collectives of NCCL, whose kernels keep waiting for a dead peer.
+
+    Gloo's end with the process.
+    """
+    if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it
 
 
 def leave_without_success(grace_s: float = GRACE_S) -> None:
     """End this process of torch's process group, because a rank has failed."""
-    # which may hang itself
-    abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)
+    abort = threading.Thread(target=abort_collectives, name="failures-abort", daemon=True)  # which may hang itself
     abort.start()
     abort.join(grace_s)
     end_now(WorkerFailed.exit_code)
 
 
 class Failures:
-    """One rank's view of its job; see the module.
+    """One rank's view of its job.
 
-    ``start`` makes it watch; ``end`` or ``leave`` belongs at the process's exit. ``store`` is the one at
-    which all ranks have met. ``step`` returns the step that this rank is at. ``note`` is a file that receives
-    the first failure, for the launcher of this host.
+    See the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
+
+    ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at. ``note``: a
+    file that receives the failure of whoever failed first, for the launcher of this host.
     """
 
     grace_s, alone_s = GRACE_S, ALONE_S
 
     def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
         self.failure: Failure | None = None
-        """First failure that this rank knows of; a rank's own error replaces one of a collective."""
-        self._keeps = store  # on rank 0 it may be the server, which must outlive the process group
+        """First failure that this rank knows; a rank's own error takes precedence over a broken
+        collective."""
+        self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
         self._store = second_connection(store, rank)
         self._rank, self._trainers = rank, trainers
         self._step, self._note = step, note
@@ -117,26 +119,26 @@ class Failures:
         self._own_entry: int | None = None
         self._has_failed = self._has_broken = self._is_leaving = False
         self._waits: dict[object, float] = {}
-        """Start times of this rank's collectives in flight."""
+        """Start times of this rank's running collectives."""
         self._longest_s = 0.0
         self._left_s: float | None = None
-        """Time when this rank saw another come to its exit, or announced its own."""
+        """Time when this rank saw another one come to its exit, or came to its own."""
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
 
     @property
     def has_failed(self) -> bool:
-        """Whether this process must not end with exit code 0: its collective broke, or a rank has failed."""
+        """Whether this process must not end with exit code 0, because a collective broke or some rank has failed."""
         return self._has_failed or self.failure is not None or hasattr(sys, "last_value")
 
     def start(self) -> None:
-        """Start to watch the other ranks, and errors that end this process."""
+        """Start watching the others, and what ends this process."""
         on_uncaught(self.announce)
         self._thread.start()
 
     def announce(self, error: BaseException | str) -> None:
-        """Announce this rank's failure to all, unless they know of another one already."""
+        """Announce this rank's failure to all ranks, unless they know of an earlier one."""
         self._has_failed = True
         own = isinstance(error, str) or not is_of_peers(error)
         text = error if isinstance(error, str) else f"failed at step {self._step()}: {type(error).__name__}: {error}"
@@ -144,7 +146,7 @@ class Failures:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Turn an error of a collective inside into a ``CollectiveFailed`` that names the known cause."""
+        """Turn an error of a collective inside into a ``CollectiveFailed`` that names the cause, as far as ranks know it."""
         this, begin_s = object(), time.monotonic()
         self._waits[this] = begin_s
         try:
@@ -156,19 +158,16 @@ class Failures:
             raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
         finally:
             del self._waits[this]
-            if self._step():  # before the first step, ranks wait for each other's start
+            if self._step():  # before the first, ranks wait for each other's start
                 self._longest_s = max(self._longest_s, time.monotonic() - begin_s)
 
     def absent(self, patience_s: float) -> str | None:
-        """Call the roll: return in words which ranks do not answer in time, or ``None`` if all do."""
+        """Call the roll: describe the ranks that do not answer within this time; none if all do."""
         otherwise: str | None = _SILENT_STORE
         return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
-        """Begin this process's exit.
-
-        From now on, a collective of the others that breaks or takes too long has waited for this rank.
-        """
+        """Mark that this process has come to its exit, which may explain collectives of others that break or take long."""
         self._is_leaving = True
 
     def end(self) -> None:
@@ -178,11 +177,11 @@ class Failures:
             self._thread.join(_POLL_S)
 
     def leave(self) -> None:
-        """Leave after a failure of any rank. Returns only if an exception sets the exit code.
+        """Leave after some rank has failed. Returns only if an exception of this process sets the exit code.
 
-        The failed rank ends once the others know. They wait for it, so a launcher sees it end first. A rank
-        whose collective broke ends at once, because destroying its group would take as long as the
-        collective.
+        The failed rank goes once the others know; they wait for it, so that a launcher sees it end first. A
+        rank whose collective broke goes at once, because destroying a group with a running collective takes
+        as long as that.
         """
         ended_by: BaseException | None = getattr(sys, "last_value", None)
         if ended_by is not None and self.failure is None:
@@ -204,7 +203,7 @@ class Failures:
         since_s: float | None = None
         said: Failure | None = None
         while not self._ended.wait(_POLL_S):
-            with suppress(RuntimeError):  # the next collective reports a lost store
+            with suppress(RuntimeError):  # a store that is gone is noticed by the next collective, which says so
                 self._read()
                 if self._is_left_alone():
                     self._append("waits for another rank that has come to its exit")
@@ -220,7 +219,7 @@ class Failures:
                 return
 
     def _is_left_alone(self) -> bool:
-        """Whether a collective takes far longer than any before, mostly since another rank's exit."""
+        """Whether a collective takes far longer than any before, mostly since another rank has come to its exit."""
         if self._is_leaving:
             if self._left_s is None:
                 self._store.set(_LEAVING, "")
@@ -249,14 +248,13 @@ class Failures:
                     self._entry_of_broken = self._num_read
                 if self.failure is None or (failure.own and not self.failure.own):
                     self.failure = failure
-                    # otherwise this host's launcher would blame the first to end
-                    if self._note is not None and failure.own:
+                    if self._note is not None and failure.own:  # this host's launcher would otherwise blame whoever ended first
                         with suppress(OSError), atomic_write(self._note) as partial:
                             named = [f"rank {failure.rank}", failure.what.partition("\n")[0]]
                             partial.write_text(json.dumps(named), encoding="utf-8")
 
     def _append(self, what: str = "", *, own: bool = False) -> int:
-        """Append an entry to the log, a failure or, without text, a roll call; return its number."""
+        """Write the next entry of the log, a failure or a roll call, and return its number."""
         text = json.dumps(asdict(Failure(rank=self._rank, what=what, own=own)))
         with self._lock:
             self._read()
@@ -273,7 +271,7 @@ class Failures:
                 self._own_entry = self._append(text[:_LONGEST], own=own)
 
     def _cause(self, text: str) -> str:
-        """Return why a collective broke, in words."""
+        """Describe why a collective broke."""
         with self._lock:
             self._read()
             entry = self._entry_of_broken
@@ -290,7 +288,7 @@ class Failures:
         keys = {rank: _key(entry, rank) for rank in range(self._trainers) if rank != self._rank}
         while True:
             is_complete = self._store.check(list(keys.values()))
-            self._read()  # a rank writes its failure before it answers
+            self._read()  # whoever answers has written before what the others are to know
             if is_complete:
                 return []
             if time.monotonic() > deadline:
@@ -298,10 +296,7 @@ class Failures:
             time.sleep(_POLL_S / 5)
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer, patience_s: float = _ANSWER_S) -> Answer:
-        """Return the result of ``ask``, or ``otherwise`` if the store does not answer.
-
-        The store's host may be gone, and then it does not even refuse.
-        """
+        """Return the store's answer, or ``otherwise`` if its host does not respond."""
         answer = [otherwise]
 
         def run() -> None:

@@ -1,12 +1,13 @@
-"""Fork server: a Python process that has imported the modules of ranks, and becomes ranks by forking.
+"""Fork server: one Python process that has imported what ranks import, and becomes them by forks.
 
-Importing torch costs every rank seconds of a core, and a machine that starts many launches in a row most of
-its time. A fork has everything at once. It is only for programs of this project, on CPUs and Linux: a user's
-script may set variables before it imports torch, and a process that has used a GPU must not fork.
+Importing torch costs every rank seconds of a core, and a machine that starts many launches, one after
+another, most of its time. A fork has it all at once. It is for programs of this project alone, on CPUs and
+Linux: a user's script may set variables before it imports torch, and a process that has spoken to a GPU must
+not fork.
 
-A server ends with the process that uses it. A request is a JSON message on its standard input, together with
-the descriptor of the output file. A fork becomes a child of the user's process, ends with it, and answers
-with its process id.
+A server ends with the process that uses it. What to fork is a JSON message on its standard input, with which
+comes the file of its output. A fork becomes a child of the user's process, with which it ends, and answers
+with its number.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing t
 _POLL_S = 0.01
 _ADOPTING = threading.Lock()
 _PATIENCE_S = 120.0
-"""Seconds allowed for the imports, and for one fork."""
+"""Seconds for the imports, and for one fork."""
 _LONGEST = 1 << 20
-"""Largest number of bytes of a request."""
+"""Largest message with a request to fork, in bytes."""
 _NUMBER = 32
-"""Largest number of bytes of a process id."""
+"""Bytes of a process number."""
 
 
 class Forked:
-    """A child that a server has forked, with the methods of ``subprocess.Popen``."""
+    """A child that a server has forked, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code, negative for a signal; ``None`` while it runs."""
+        """Return its exit code, negative for a signal; none while it runs."""
         if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             self._code = os.waitstatus_to_exitcode(ended[1])
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit code after its end. Raises ``subprocess.TimeoutExpired``."""
+        """Wait for it and return its exit code. Raises ``subprocess.TimeoutExpired``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -79,7 +80,7 @@ class Forked:
 class ForkServer:
     """The user's side.
 
-    Life cycle: created; ``fork``, any number of times; ``close``, or the end of this process.
+    Life cycle: created; ``fork`` any number of times; ``close``, or the end of this process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -97,20 +98,22 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
+        """Process number of the server."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Exit code of the server; ``None`` while it runs, and can fork."""
+        """Exit code of the server; none while it runs."""
         return self._process.poll()
 
     def fork(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> Forked:
-        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) in a session of its own.
+        """Start ``python ARGUMENTS`` (``-m MODULE ...`` or ``SCRIPT ...``) here, in a session of its own.
 
-        Its output goes to ``log``. ``variables`` override the server's. If RANK is among them, it names the
-        process, which has no command line of its own. Raises ``EnvironmentLacks`` if the log cannot be
-        written, and ``WorkerFailed`` if the server has ended or does not answer.
+        Its output goes to ``log``.
+
+        ``variables`` of its own go before the server's; with a RANK among them it is called by it, as it has
+        no command line of its own. Raises ``EnvironmentLacks`` where the log cannot be written,
+        ``WorkerFailed`` where the server has ended, or does not answer.
         """
         try:
             output = log.open("wb")
@@ -128,7 +131,7 @@ class ForkServer:
             finally:
                 adopt(on=False)
                 if not pid:
-                    self.close()  # the next fork uses a new server
+                    self.close()  # the next fork server is another one
         if pid:
             return Forked(int(pid))
         raise WorkerFailed("the process that forks ranks has ended, or does not answer", "this node", hint="its errors are above")
@@ -141,19 +144,18 @@ class ForkServer:
 
 
 shared: list[ForkServer] = []
-"""This process's server, if it has one. It is the module's state, because independent launches share it."""
+"""This process's server, if it has one, shared by independent launches."""
 
 
 def can_fork() -> bool:
-    """Whether this system can make a fork a child of the process that asked for it."""
+    """Whether this system can hand a fork over to the process that requested it."""
     return sys.platform == "linux"
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
     """Return this process's server.
 
-    It starts a new one if the last has ended or has other variables, because libraries read them when they
-    load.
+    A new one if the last has ended or had other variables, which libraries read on import.
     """
     if shared and (shared[0].code is not None or shared[0].environment != _relevant(environment)):
         shared.pop().close()
@@ -167,17 +169,16 @@ def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != _OF_TESTS}
 
 
-# In the server and its forks
+# In the server, and in its forks
 
 
 def _serve(modules: Sequence[str]) -> None:
     """Fork on requests from the socket, which is the standard input, until its other end is closed."""
     for name in modules:
         importlib.import_module(name)
-    gc.freeze()  # a fork's garbage collection skips the imports, so their pages stay shared
-    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public list
-        # torch would deregister its operators one by one, which takes longer than a fork's start
-        imported.atexit = False
+    gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
+    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # no list of them is public
+        imported.atexit = False  # torch takes its operators apart one by one, for longer than a fork takes to start
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
     user, asked = os.getppid(), socket.socket(fileno=0)
     while True:
@@ -188,12 +189,8 @@ def _serve(modules: Sequence[str]) -> None:
 
 
 def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: int) -> None:
-    """Fork a request, in a session of its own, without input.
-
-    ``user`` adopts the fork, and receives its process id after its parent has ended.
-    """
-    # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
-    with warnings.catch_warnings():
+    """Fork a request, in its own session without input. ``user`` adopts it, and gets its number."""
+    with warnings.catch_warnings():  # Python 3.12 and later warn of the threads that libraries start as they load, which wait for work
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         if child := os.fork():
             os.close(output)
@@ -223,7 +220,7 @@ def _become(arguments: Sequence[str]) -> NoReturn:
     try:
         if arguments[0] == "-m":
             sys.argv = list(arguments[1:])
-            sys.modules.pop(arguments[1], None)  # it runs as __main__, even if it was imported
+            sys.modules.pop(arguments[1], None)  # it runs as __main__, whoever has imported it
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(arguments)

@@ -30,17 +30,18 @@ _LOOPBACK = ("127.0.0.1", 1)
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_interface: bool = True) -> None:
-    """Create torch's process group.
+    """Make torch's process group. By default NCCL carries it where somebody started several on CUDA.
 
-    By default it uses NCCL if several ranks were started with a CUDA device each, and gloo otherwise. With
-    ``CUDA_VISIBLE_DEVICES`` a rank may see only its own device, so the number of devices then does not count.
-    ``takes_interface``: see ``take_interface``; without it gloo chooses, as in any other script.
+    Gloo where they share it, and else.
 
-    Raises ``ConfigError`` for a parameter server, and if the address of rank 0 is missing.
+    With ``CUDA_VISIBLE_DEVICES`` a rank may see its own device alone, so that their number says nothing.
+    ``takes_interface``: see ``take_interface``; else gloo chooses, as in scripts of others.
+
+    Raises ``ConfigError`` for a parameter server, and where the address of rank 0 is missing.
     """
     if role.kind == "server":
-        hint = 'use DistributedStrategy(mode="ps"), or start only trainers'
-        raise ConfigError("this process is a parameter server, but the strategy is collective", "TRAINING_ROLE", "'PSERVER'", hint)
+        hint = 'use DistributedStrategy(mode="ps"), or start trainers alone'
+        raise ConfigError("this process is to be a parameter server, and the strategy is collective", "TRAINING_ROLE", "'PSERVER'", hint)
     import torch
     import torch.distributed as dist
 
@@ -64,7 +65,7 @@ def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_in
 
 
 def renew_store(timeout: timedelta) -> None:
-    """Let the process group of a script use this attempt's part of its store; see ``own_part``."""
+    """Let the process group that a script has made use this attempt's part of its store; see ``own_part``."""
     import torch.distributed as dist
 
     world = dist.distributed_c10d._world  # noqa: SLF001  # torch has no public name for the store of a group
@@ -74,10 +75,11 @@ def renew_store(timeout: timedelta) -> None:
 
 
 def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Store:
-    """Return the part of ``store`` that belongs to this attempt; all ranks call it at the same place.
+    """The part of ``store`` that belongs to this attempt; all ranks call it at the same place.
 
-    torchrun's store survives a restart of workers, with the addresses and failures that they have written.
-    Its count of restarts may differ between nodes. Raises ``WorkerFailed`` for a rank that does not join.
+    torchrun's store outlives workers that torchrun starts again, and so do the addresses and failures that
+    they have written. Its count of restarts may differ between nodes. Raises ``WorkerFailed`` for a rank that
+    does not come.
     """
     import torch.distributed as dist
 
@@ -87,7 +89,7 @@ def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Stor
     missing = set(range(1, trainers)) if rank == 0 else {0}
     deadline = time.monotonic() + timeout.total_seconds()
     if rank:
-        store.set(f"fleetbench/asks/{rank}", own)  # replaces an earlier attempt's question
+        store.set(f"fleetbench/asks/{rank}", own)  # which takes the place of an earlier attempt's question
     while missing:
         if time.monotonic() > deadline:
             what = f"did not join within {timeout.total_seconds():g} s"
@@ -107,7 +109,7 @@ def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Stor
 
 
 def _address(role: Role) -> tuple[str, int] | None:
-    """Return rank 0's address if trainers meet over the network, not on one machine or through a file."""
+    """Return rank 0's address if trainers meet over the network: not on one machine, and not through a file."""
     if role.rendezvous == ENVIRONMENT:
         return None if role.trainers_per_node == role.trainers else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     address = urlsplit(role.rendezvous or "")
@@ -115,10 +117,12 @@ def _address(role: Role) -> tuple[str, int] | None:
 
 
 def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str | None:
-    """Return the interface whose address this machine would use towards ``host``, or ``None``.
+    """The interface whose address this machine would use towards ``host``.
 
-    Nothing is sent. ``patience_s``: seconds to wait for a name that does not resolve yet, such as that of a
-    pod before its start. Raises ``EnvironmentLacks`` for a name that stays unknown.
+    None where the address is no interface's.
+
+    Nothing is sent. ``patience_s``: how long to wait for a name that does not resolve yet, as a pod's
+    before it has started. Raises ``EnvironmentLacks`` for a name that stays unknown.
     """
     own = _own_address(host, port, patience_s)
     for name, addresses in psutil.net_if_addrs().items():
@@ -139,9 +143,7 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
     name = interface_towards(host, port, patience_s=patience_s)
     if name == "lo" and not is_loopback(host):
         hint = f"give rank 0's address instead of its name, or set {GLOO}"
-        raise EnvironmentLacks(
-            "on this host the name is the loopback, which no other machine reaches", "the rendezvous", f"{host}:{port}", hint
-        )
+        raise EnvironmentLacks("here this name is the loopback, where no other machine comes", "the rendezvous", f"{host}:{port}", hint)
     if name is not None:
         os.environ[GLOO] = name
 
@@ -149,13 +151,13 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
 def own_name_is_loopback() -> bool:
     """Whether this host's name resolves only to its loopback, or not at all.
 
-    Gloo then chooses the loopback, which no other host reaches.
+    Gloo then chooses the loopback.
     """
     return all(is_loopback(address) for address in _addresses(socket.gethostname()))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means the machine itself on every machine."""
+    """Whether a name or address means the machine itself, on any machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -173,17 +175,12 @@ def _own_address(host: str, port: int, patience_s: float) -> str:
         except OSError as error:
             if time.monotonic() >= deadline:
                 hint = f"check the name, or set {GLOO} yourself"
-                raise EnvironmentLacks(
-                    f"there is no route to it: {error.strerror or error}", "the rendezvous", f"{host}:{port}", hint
-                ) from None
+                raise EnvironmentLacks(f"no way leads there: {error.strerror or error}", "the rendezvous", f"{host}:{port}", hint) from None
             time.sleep(_RETRY_S)
 
 
 def own_among(hosts: Sequence[str]) -> list[int]:
-    """Return the positions of this machine's names or addresses in a list.
-
-    A name that does not resolve is not this machine's; one that is a loopback here is.
-    """
+    """Return the indices of names or addresses that are this machine's; unresolved ones are not."""
     own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
     return [place for place, host in enumerate(hosts) if any(found in own or is_loopback(found) for found in _addresses(host))]
 

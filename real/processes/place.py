@@ -1,7 +1,7 @@
-"""Place: where a process runs, what it shares with another one (a clock, process ids), and whether it lives.
+"""Place: where a process runs, what it shares with another (a clock, process numbers), and whether it lives.
 
-Temporary folders name their owner: the next start removes those that a killed process has left. The output of
-a failed worker stays.
+Temporary folders record their owner: the next start removes those of killed processes. Output of a failed
+worker is kept.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Place(Config):
 
     host: str
     boot: str = ""
-    """The kernel's id of its boot; empty if the system has none."""
+    """Identifier of the kernel's boot; empty if the system has none."""
     namespace: str = ""
-    """Namespace of process ids."""
+    """Namespace of process numbers."""
     pid: int
     started: int = 0
-    """Start of the process in the kernel's ticks, which identifies it together with its id. 0: not known."""
+    """Start time in the kernel's ticks, which with the number identifies the process. 0: unknown."""
 
     @classmethod
     def here(cls) -> Place:
-        """Return the place of this process."""
+        """Return this process's place."""
         boot = namespace = ""
         with contextlib.suppress(OSError):  # Linux alone has them
             boot, namespace = _BOOT.read_text(encoding="ascii").strip(), str(_NAMESPACE.readlink())
@@ -47,43 +47,40 @@ class Place(Config):
 
     @property
     def kernel(self) -> str:
-        """Id that is equal for two processes with one monotonic clock."""
+        """Key of the kernel, equal for two processes with one monotonic clock."""
         return self.boot or self.host
 
     def shares_numbers(self, other: Place) -> bool:
-        """Whether a process id means the same process to both."""
+        """Whether a process number means the same to both."""
         return self.kernel == other.kernel and self.namespace == other.namespace
 
     def lives(self) -> bool:
-        """Whether the process exists and is not a zombie.
-
-        Only valid for a caller with the same process ids.
-        """
+        """Whether the process exists and is no zombie; only valid if process numbers are shared."""
         return process_state(self.pid) not in ("", "Z", "X") and self.started in (0, start_ticks(self.pid))
 
 
 def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
-    """Yield processes that were started with such a variable, ``NAME=value``, except those of other users."""
+    """Yield processes that were started with such a variable, ``NAME=value``; other users' are left out."""
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended, or may not be read
+            with contextlib.suppress(OSError):  # it has ended, or is not ours to read
                 if any(map(is_it, (path / "environ").read_bytes().split(b"\0"))):
                     yield int(path.name)
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process's state (R, S, T, Z, ...); empty if it does not exist."""
+    """Return the kernel's state letter of a process (R, S, T, Z, ...); empty if there is none."""
     return (_stat(pid) or [""])[0]
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in ticks (proc_pid_stat(5), field 22), or ``None`` without one."""
+    """Return the start time of a process (proc_pid_stat(5), field 22); none if there is none."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on, after the program's name."""
+    """Return the fields of /proc/PID/stat from the third on, which follow the program's name."""
     try:
         return Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
     except OSError:
@@ -92,24 +89,21 @@ def _stat(pid: int) -> list[str]:
 
 PREFIX = "fleetbench-"
 _ROOM_BYTES = 4 << 20
-"""Bytes of free space that a job's folder needs for heartbeats, logs and results."""
+"""Free bytes that a job's folder needs for heartbeats, logs and results."""
 OWNER = "owner.json"
-"""File of such a folder that names the process that created it."""
+"""Name of the file in such a folder that identifies its process."""
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Create a folder for this user, below ``within`` or the temporary folder, and sweep there first.
+    """Create a folder that only this user may enter, below ``within`` or the temporary folder, and sweep there first.
 
-    Raises ``EnvironmentLacks`` if the temporary folder has too little space.
+    Raises ``EnvironmentLacks`` if the temporary folder has too little room.
     """
     root = Path(tempfile.gettempdir()) if within is None else within
     sweep(root)
     if within is None and (room := shutil.disk_usage(root)).total and room.free < _ROOM_BYTES:
-        free, hint = (
-            f"{room.free / 2**20:.2g} MiB free",
-            f"{_ROOM_BYTES >> 20} MiB are enough: free space there, or set TMPDIR=/another/folder",
-        )
-        raise EnvironmentLacks("too little space for temporary files", str(root), free, hint)
+        free, hint = f"{room.free / 2**20:.2g} MiB free", f"{_ROOM_BYTES >> 20} MiB are enough: make room there, or TMPDIR=/another/folder"
+        raise EnvironmentLacks("too little room for temporary files", str(root), free, hint)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     try:
         (folder / OWNER).write_text(json.dumps(encode(Place.here())), encoding="utf-8")
@@ -121,7 +115,7 @@ def make_folder(within: Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Context of a folder that is removed at the end."""
+    """Yield a folder that is removed at the end."""
     folder = make_folder()
     try:
         yield folder
@@ -130,10 +124,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def leave_folder(folder: Path, error: BaseException | None) -> None:
-    """Remove a folder, except after ``WorkerFailed``, whose hint names output in it.
-
-    It then stays, and no later start removes it.
-    """
+    """Remove a folder; after ``WorkerFailed``, whose hint names output in it, keep it permanently."""
     if isinstance(error, WorkerFailed):
         (folder / OWNER).unlink(missing_ok=True)
     else:
@@ -141,10 +132,7 @@ def leave_folder(folder: Path, error: BaseException | None) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove this user's folders below ``root`` whose processes have ended.
-
-    Processes of other machines cannot be seen, so their folders stay.
-    """
+    """Remove this user's folders below ``root`` whose processes have ended; those of other machines stay."""
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         owner = _owner(path)
@@ -153,9 +141,9 @@ def sweep(root: Path) -> None:
 
 
 def _owner(path: Path) -> Place | None:
-    """Return the creator of a folder.
+    """Return the owner of a folder.
 
-    Returns ``None`` if the folder or its owner file is a link, belongs to another user or cannot be read.
+    None if it, or its owner file, is a link, another user's, or unreadable.
     """
     try:
         if any(found.is_symlink() or found.lstat().st_uid != os.geteuid() for found in (path.parent, path)):

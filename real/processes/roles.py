@@ -1,15 +1,15 @@
-"""Role: which trainer of a job this process is, according to the launcher's environment variables.
+"""Role: which trainer of a job this process is, as the variables of whoever started it say.
 
-There are four kinds of launchers; the first one with its variables set counts.
+Four kinds of start are told apart; the first whose variables are there wins.
 
 =========  ==========================================================================================
 torchrun   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK: torchrun,
-           ``fleetbench launch``, and operators of Kubernetes that start one trainer per pod
+           ``fleetbench launch``, and operators of Kubernetes that start one trainer a pod
 Paddle     PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS, TRAINING_ROLE and
            PADDLE_PSERVERS_IP_PORT_LIST: Fleet's own launchers, and clouds that imitate them
 Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS and other variables of a step: ``srun``. A batch script's own
-           process is not a step, and is the only trainer
-none       a single trainer
+           process is no step, and trains alone
+none       one trainer alone
 =========  ==========================================================================================
 
 Sources: torch's documentation of torchrun; Paddle's ``PaddleCloudRoleMaker``; srun(1), "output
@@ -24,15 +24,14 @@ from typing import Literal
 from fleetbench.errors import ConfigError
 
 STORE = "FLEETBENCH_STORE"
-"""Environment variable with the file through which the ranks of ``fleetbench launch`` meet."""
+"""Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
 
 JOINED = "FLEETBENCH_JOINED"
 """Environment variable with a file that exists once a trainer of ``fleetbench launch`` has called
 ``fleet.init``."""
 
 ATTACH = "FLEETBENCH_ATTACH"
-"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see
-``real.attach``."""
+"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see ``real.attach``."""
 
 STRATEGY = "FLEETBENCH_STRATEGY"
 """Environment variable with the file of ``fleetbench launch --strategy``."""
@@ -42,14 +41,13 @@ STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 others."""
 
 TUNING = "FLEETBENCH_TUNING"
-"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why
--- COMMAND`` drives."""
+"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why -- COMMAND`` drives."""
 
 WHY = "FLEETBENCH_WHY"
 """Environment variable of a command that ``fleetbench why`` observes: its DDP stays unchanged."""
 
 SEED = "FLEETBENCH_SEED"
-"""Environment variable with the seed of a tuning's run to the target, for a user's script that uses it."""
+"""Environment variable with the seed of a tuning's run to the target, for a user's script that takes it."""
 
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
@@ -60,7 +58,7 @@ _PORTS = range(20_000, 32_000)  # below those that Linux gives to outgoing conne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Role of one process in a job. The defaults are those of a script that was started by itself."""
+    """Role of one process in a job. The defaults are those of a script that was started alone."""
 
     launcher: Literal["none", "torchrun", "Paddle", "Slurm"] = "none"
     kind: Literal["trainer", "server"] = "trainer"
@@ -70,23 +68,21 @@ class Role:
     local_rank: int = 0
     """Rank among the trainers of its node."""
     trainers_per_node: int | None = 1
-    """Trainers per node; ``None`` if nodes differ or a node's ranks are not contiguous, so there is no
-    hierarchy."""
+    """Number of trainers per node; none if nodes differ, or if a node's ranks are not consecutive, so that
+    there is no hierarchy."""
     rendezvous: str | None = None
-    """``init_method`` of torch's process group; ``None`` for a single trainer, and if ``store`` is set."""
+    """``init_method`` of torch's process group; none for a single trainer, and if ``store`` is given."""
     store: str | None = None
-    """File through which the trainers meet. It is not a URL, in which ``#`` and ``?`` would end its name."""
+    """File through which the trainers find each other; no URL, in which ``#`` and ``?`` would end its
+    name."""
     endpoints: tuple[str, ...] = ()
-    """``host:port`` of every trainer, if the launcher provides it."""
+    """``host:port`` of every trainer, if the launcher gives it."""
     servers: tuple[str, ...] = ()
     """``host:port`` of every parameter server."""
 
 
 def role_of(environment: Mapping[str, str]) -> Role:
-    """Return the role that the variables describe.
-
-    Raises ``ConfigError`` naming a variable that is missing or invalid.
-    """
+    """Return the role that the variables define. Raises ``ConfigError`` for a missing or invalid variable."""
     if "RANK" in environment:
         return _of_torchrun(environment)
     if "PADDLE_TRAINER_ID" in environment or environment.get("TRAINING_ROLE") == "PSERVER":
@@ -97,7 +93,10 @@ def role_of(environment: Mapping[str, str]) -> Role:
 
 
 def role_among(hosts: Sequence[str], rank: int) -> Role:
-    """Return the role of a rank whose script has created the process group; ``hosts`` has every rank's."""
+    """Return the role of a rank whose script has made the process group itself.
+
+    ``hosts`` has every rank's host.
+    """
     return Role(
         rank=rank,
         trainers=len(hosts),
@@ -108,12 +107,12 @@ def role_among(hosts: Sequence[str], rank: int) -> Role:
 
 
 def launcher_of(role: Role, environment: Mapping[str, str]) -> str:
-    """Return the name of the launcher: ``fleetbench launch`` sets the variables of others."""
+    """Return the name of the launcher; ``fleetbench launch`` sets variables of others."""
     return "fleetbench launch" if JOINED in environment or STARTUP in environment else role.launcher
 
 
 def require_address(role: Role, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` if a role needs rank 0's address from torch's variables, and they are invalid."""
+    """Raise ``ConfigError`` if torch's variables must give rank 0's address, but are missing or invalid."""
     if role.rendezvous == ENVIRONMENT:
         _text("MASTER_ADDR", environment)
         _number("MASTER_PORT", environment, least=1)
@@ -148,10 +147,9 @@ def _of_paddle(environment: Mapping[str, str]) -> Role:
         num = _number("PADDLE_TRAINERS_NUM", environment, least=1)
         return Role(launcher="Paddle", kind="server", rank=servers.index(own), trainers=num, endpoints=endpoints, servers=servers)
     if role != "TRAINER":
-        raise ConfigError("is not a known role", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
+        raise ConfigError("is no role that is known here", "TRAINING_ROLE", repr(role), "TRAINER or PSERVER")
     rank, trainers = _rank_of("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", environment)
-    # trainers of servers need not meet
-    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):
+    if trainers > 1 and len(endpoints) != trainers and (endpoints or not servers):  # trainers of servers need not find each other
         hint = "a comma-separated list of host:port, one for each trainer in the order of their ids"
         raise ConfigError(f"names {len(endpoints)} of {trainers} trainers", "PADDLE_TRAINER_ENDPOINTS", repr(",".join(endpoints)), hint)
     hosts = [endpoint.rpartition(":")[0] for endpoint in endpoints] or [""] * trainers
@@ -184,10 +182,10 @@ def _of_slurm(environment: Mapping[str, str]) -> Role:
 
 
 def _slurm_endpoint(environment: Mapping[str, str], num_nodes: int) -> tuple[str, int]:
-    """Return rank 0's address: the step's first node, unless MASTER_ADDR names another address of it.
+    """Where rank 0 listens: on the step's first node, unless MASTER_ADDR names another address of it.
 
-    Without MASTER_PORT the port is the first that the step reserved (``srun --resv-ports``), or one computed
-    from the numbers of job and step, so steps that share a node use different ones.
+    Without MASTER_PORT it is the first port that the step reserved (``srun --resv-ports``), or one
+    that follows from the numbers of job and step, so that steps that meet on a node do not meet there.
     """
     if "MASTER_ADDR" in environment:
         host = environment["MASTER_ADDR"]
@@ -210,13 +208,13 @@ def _first_host(nodelist: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Return Slurm's number of tasks by node: ``4(x2),3`` is 4, 4 and 3."""
+    """Return Slurm's count of tasks, node by node: ``4(x2),3`` is 4, 4 and 3."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if found is None:
             hint = "for example 8 or 8(x2),4; srun sets it"
-            raise ConfigError("is not a number of tasks per node", "SLURM_STEP_TASKS_PER_NODE", repr(text), hint)
+            raise ConfigError("is no count of tasks a node", "SLURM_STEP_TASKS_PER_NODE", repr(text), hint)
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -224,7 +222,7 @@ def _tasks_per_node(text: str) -> list[int]:
 def _per_node(hosts: Sequence[str]) -> int | None:
     """Return the trainers per node from every rank's host.
 
-    Returns ``None`` if they differ, or if a host's ranks are not contiguous.
+    None if they differ, or ranks are not consecutive.
     """
     num = hosts.count(hosts[0])
     blocks = [set(hosts[first : first + num]) for first in range(0, len(hosts), num)]
@@ -237,14 +235,14 @@ def _rank_of(rank: str, size: str, environment: Mapping[str, str]) -> tuple[int,
     trainers = _number(size, environment, least=1)
     own = _number(rank, environment)
     if own >= trainers:
-        raise ConfigError(f"is not a rank of {trainers}", rank, str(own), f"0 to {trainers - 1}, as {size} says")
+        raise ConfigError(f"is no rank of {trainers}", rank, str(own), f"0 to {trainers - 1}, as {size} says")
     return own, trainers
 
 
 def _number(name: str, environment: Mapping[str, str], least: int = 0) -> int:
     text = _text(name, environment)
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"is not a whole number of at least {least}", name, repr(text), _HINT)
+        raise ConfigError(f"is no whole number of at least {least}", name, repr(text), _HINT)
     return int(text)
 
 

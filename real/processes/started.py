@@ -1,4 +1,4 @@
-"""Started: servers and trainers that a launch has started on this machine, which end with it."""
+"""Processes that a launch has started on this machine: servers and trainers, which end with it and have names."""
 
 import contextlib
 import os
@@ -21,23 +21,24 @@ from real.processes.roles import STORE
 
 LOCAL = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
-"""Ports that servers and ranks of this machine listen on."""
+"""Ports that a launch on this machine may use."""
 QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Environment of a launch on one machine: nothing listens on other interfaces, no thread too many."""
+"""Environment of a launch on one machine: no listeners on other interfaces, no unnecessary threads."""
 
 _POLL_S = 0.02
 _END_S = 3.0
-"""Seconds that processes have to end after SIGTERM, which a stopped one ignores, and again after SIGKILL."""
+"""Seconds for processes to end after SIGTERM, which a stopped process does not handle; then again after
+SIGKILL."""
 
 
 @dataclass(slots=True)
 class Started:
-    """One process of the job; ``code`` is ``None`` until its end has been seen."""
+    """One process of the job; ``code`` is none until its end has been seen."""
 
     kind: Literal["server", "trainer"]
     rank: int
@@ -47,12 +48,12 @@ class Started:
 
     @property
     def name(self) -> str:
-        """Name of the process in errors."""
+        """Name in errors."""
         return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is alive but stopped, by SIGSTOP or a debugger."""
+        """Whether it is stopped by SIGSTOP or a debugger."""
         return self.code is None and process_state(self.popen.pid) == "T"
 
 
@@ -66,9 +67,9 @@ def start(
     own: Mapping[str, str] | None = None,
     forks: bool = False,
 ) -> Started:
-    """Start a process with its output in ``log``; variables in ``own`` override the others.
+    """Start one, with its output in ``log``; variables of its ``own`` go before the others.
 
-    ``forks``: fork it from this process's fork server, which requires a ``command`` with ``-m MODULE``.
+    ``forks``: by this process's fork server, which a ``command`` with ``-m MODULE`` needs.
     """
     if forks:
         return Started(kind, rank, log, fork_server(environment).fork(command[command.index("-m") :], log, own))
@@ -78,10 +79,11 @@ def start(
 def start_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, gently: bool = False, workdir: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a child that ends with this process, and append its output to ``log``.
+    """Start a child that ends with this process (``gently``: see ``bound``).
 
-    ``gently``: see ``bound``. It has a session of its own, so Ctrl-C reaches only the launcher, which ends
-    all in order.
+    Its output is appended to ``log``.
+
+    Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -96,15 +98,12 @@ def start_process(
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:
-    """Return variables with the meeting place of ranks on this machine: a file in ``folder``.
-
-    Torch's variables are for scripts that call ``init_process_group``.
-    """
+    """Return where ranks of this machine meet: a file in ``folder``, and torch's variables for scripts."""
     return {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(free_ports(1)[0]), STORE: str(folder / "store")}
 
 
 def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
-    """Return torchrun's variables for a rank of one node, without those of the meeting place."""
+    """Return torchrun's variables for a rank of a single node, except where ranks meet."""
     numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": trainers}
     named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
@@ -113,7 +112,7 @@ def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
 
 
 def end(processes: Sequence[Started]) -> None:
-    """End living processes and what they have started: first by SIGTERM, then by SIGKILL."""
+    """End those that live, and their own child processes: first by SIGTERM, then by SIGKILL."""
     with uninterrupted():
         for how in (signal.SIGTERM, signal.SIGKILL):
             living = [process.popen for process in processes if process.popen.poll() is None]
@@ -125,7 +124,7 @@ def end(processes: Sequence[Started]) -> None:
 
 
 def _signal(pid: int, how: signal.Signals) -> None:
-    """Send a signal to a process's group, or to the process alone if it does not lead one yet."""
+    """Signal a process's group; only the process itself if it does not lead a group yet."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             send(pid, how)
@@ -161,18 +160,18 @@ def free_ports(num: int) -> list[int]:
             if len(found) == num:
                 break
             probe = opened.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # it is in use
+            with contextlib.suppress(OSError):  # somebody has it
                 probe.bind((LOCAL, port))
                 found.append(port)
     return found
 
 
 def require_free(port: int, where: str, host: str = LOCAL) -> None:
-    """Raise ``EnvironmentLacks`` if a program listens on ``port`` of this machine's address ``host``."""
+    """Raise ``EnvironmentLacks`` if something listens on ``port`` of this machine's address ``host``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            what = f"the port cannot be used: {error.strerror}"
+            what = f"the port cannot be taken: {error.strerror}"
             raise EnvironmentLacks(what, where, f"{host}:{port}", "choose another port, or address of this machine") from None

@@ -28,14 +28,14 @@ from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
 Floats = npt.NDArray[np.float64]
 
 _SLOWEST = 0.02
-"""Share of the steps that counts as interruptions by the machine."""
+"""Share of the steps that counts as hiccups of the machine."""
 _LONGEST_GAP = 0.5
-"""Longest gap between two collectives of one lane that counts, as a share of the second; a longer one is a
-wait for the caller."""
+"""Longest gap between two collectives of one lane, as a share of the second: longer gaps are waits for the
+caller."""
 
 
 def typical(values: npt.ArrayLike) -> float:
-    """Return the mean without the slowest values; 0 without any."""
+    """Return the mean without the slowest; 0 for no values."""
     ordered = np.sort(np.asarray(values, dtype=float).ravel())
     return float(ordered[: len(ordered) - int(_SLOWEST * len(ordered))].mean()) if len(ordered) else 0.0
 
@@ -57,25 +57,25 @@ def typical_s(result: RunResult, column: str) -> float:
 
 
 def compute_times(result: RunResult) -> Floats:
-    """Return the seconds of forward and backward, shape ``(ranks, steps)``."""
+    """Return forward plus backward by rank and step."""
     table = counted(result)
     compute = table.assign(compute_s=table["forward_s"] + table["backward_s"]).pivot_table(index="rank", columns="step", values="compute_s")
     return np.asarray(compute.to_numpy(), dtype=float)
 
 
 def exchanges(result: RunResult, steps: pd.DataFrame | None = None) -> Floats:
-    """Return the seconds of each step's exchange, from the last rank's arrival to the last rank's end.
+    """Return seconds by step, from the last rank's arrival to the end of the exchange on the last rank.
 
-    ``steps``: rows of the result, by default those after the warm-up. Steps follow each other at this pace:
+    ``steps``: rows of the result's, by default those after the warm-up. Steps follow each other at that pace:
     the rank that ends last arrives last at the next exchange. A ring over slow and fast links ends earlier on
-    some ranks, by a segment's time, so their mean would be too short.
+    some ranks, by a segment's time, and their mean would be too short by that.
     """
     table = counted(result) if steps is None else steps
     return np.asarray(table["exposed_comm_s"].groupby(table["step"]).max().to_numpy(), dtype=float)
 
 
 def start_times(result: RunResult) -> dict[int, Floats]:
-    """Return, for every bucket, the seconds of its start, of all ranks and steps."""
+    """Return the seconds to start each bucket, over all ranks and steps."""
     names = {start_name(bucket.id): bucket.id for bucket in result.plan.buckets}
     first = counted(result).groupby("rank")["start_s"].min()
     begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
@@ -85,11 +85,11 @@ def start_times(result: RunResult) -> dict[int, Floats]:
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
-    """Return, for every bucket, the seconds of its queued all-reduces, by rank and averaging.
+    """Return the seconds of each bucket's all-reduce in an averaging in which they queue, by rank and averaging.
 
-    A time lasts from the end of the previous one on its lane to its own, because the gap between two of them
-    is part of their cost. Those that began before any on the lane had ended do not count: they did not queue.
-    If an optimizer's state is averaged after the parameters, a bucket's first all-reduce counts.
+    It is the time from the end of the previous one on its lane to its own end, because gaps are part of the
+    cost. All-reduces that began before any on the lane had ended are excluded: they queued after nothing. If
+    an optimizer's state is averaged after the parameters, only a bucket's first all-reduce counts.
     """
     names = {f"all_reduce {bucket.id}": bucket.id for bucket in averaged.plan.buckets}
     found: dict[int, list[float]] = {}
@@ -122,25 +122,25 @@ def _averagings(result: RunResult) -> list[list[Span]]:
 
 
 _WEIGHT_OF_ALL = 4.0
-"""Weight of the point of all gradients, as a multiple of the others' sum."""
+"""Weight of the point of all gradients, as a multiple of all others together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """Compute time that the start of a bucket's collective takes."""
+    """Compute time to start buckets."""
 
     per_collective_s: float
     pack_s: float
-    """Seconds of copying all gradients."""
+    """Seconds to copy all gradients together."""
 
     def of(self, plan: Plan) -> tuple[float, ...]:
-        """Return the seconds of each bucket's start."""
+        """Return the seconds to start each bucket."""
         total = sum(bucket.nbytes for bucket in plan.buckets if not bucket.sparse) or 1
         return tuple(self.per_collective_s + (0.0 if bucket.sparse else self.pack_s * bucket.nbytes / total) for bucket in plan.buckets)
 
 
 def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, ...]:
-    """Return the times of all-reduces in the loop: of each gradient in a queue, and of all in one bucket."""
+    """Return the times of all-reduces in the loop: of each gradient, in a queue, and of all in one bucket."""
     sizes = {bucket.id: bucket.nbytes for bucket in averaged.plan.buckets}
     times = collective_times(averaged)
     found = [_point(sizes[bucket], times[bucket]) for bucket in sorted(times, key=sizes.__getitem__)]
@@ -151,11 +151,10 @@ def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, .
 
 
 def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
-    """Return the times of gather and scatter of each block of a sharded model in the loop.
+    """Return the times of gather plus scatter of each block, as an all-reduce of as many bytes.
 
-    The two together stand for an all-reduce of as many bytes. Each counts from the arrival of its last rank,
-    so its time is that on the rank where it was shortest. If replicas meet in a scatter, it counts as long as
-    a gather.
+    Each counts from the last rank's arrival, so it took no longer than on the rank where it was shortest. If
+    replicas exchange in a scatter, the scatter is assumed to take as long as a gather.
     """
     plan = sharded.plan
     found = []
@@ -167,7 +166,7 @@ def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
 
 
 def _shortest(result: RunResult, name: str) -> Floats:
-    """Return the seconds of each collective of that name on the rank where it is the shortest."""
+    """Return the seconds of each collective with that name on the rank where it is shortest."""
     by_rank: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION) and span.name == name:
@@ -185,10 +184,9 @@ def _point(nbytes: int, took_s: Floats) -> CollectivePoint:
 
 
 def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
-    """Return the fitted link.
+    """Fit the link.
 
-    Most of the weight is on the largest point, that of all gradients together, because a default bucket is
-    about as large.
+    Most weight is on the largest point, all gradients together, which is where a default bucket is.
     """
     known = list(points)
     largest = max(range(len(known)), key=lambda index: known[index].nbytes, default=0)
@@ -198,14 +196,14 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
-    """Return the ns beyond the link's time for 10^6 bytes in INT8: to quantise, add up and return them."""
+    """Return the time to send 10^6 bytes in INT8 beyond the link: quantising, adding up, and converting back."""
     nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
     beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
     return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
 
 
 def starts_of(whole: RunResult, several: RunResult) -> Starts:
-    """Fit the time of a bucket's start to its size, from all gradients in one bucket and in several."""
+    """Return the regression of start times on bucket sizes, from one bucket and from several."""
     sizes: list[float] = []
     took: list[float] = []
     weights: list[float] = []
@@ -221,7 +219,7 @@ def starts_of(whole: RunResult, several: RunResult) -> Starts:
 
 
 def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney: Hockney) -> Slowdowns:
-    """Return how much compute and collectives slow each other in a run with buckets beside the backward."""
+    """Return how compute and collectives slow each other, from a run in which several buckets overlap the backward."""
     ready = {gradient.name: gradient.ready * 1e-9 for layer in table.layers for gradient in layer.gradients}
     buckets = several.plan.buckets
     exchange = Exchange(
@@ -232,16 +230,15 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
         alpha_s=hockney.line.intercept,
         beta_s=hockney.line.slope,
     )
-    # no collective runs beside a forward
-    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0
+    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # nothing travels beside a forward
     measured = Overlapped(backward_s=typical_s(several, "backward_s") / drift, stall_s=typical(exchanges(several)) / drift)
     return fit_slowdowns(exchange, measured)
 
 
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
-    """Return the link of each of two collectives in flight, or nothing if two never are.
+    """Return the link as each of two collectives in flight sees it, never faster than alone.
 
-    The link is never faster than alone.
+    Empty if two never are.
     """
     alone = hockney.link
     lanes: dict[int, list[Bucket]] = {}
@@ -312,11 +309,12 @@ _FEWEST_ROUNDS = 3
 
 
 def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
-    """Return a round's compute share in its later half, and the excess of its earlier half in seconds.
+    """Compute in the later half of a round over a synchronous step's, at most 1.
 
-    The share is relative to a synchronous step, and at most 1. A core that waited for the averaging computes
-    more slowly for some steps. The result is 1 and 0 if there are too few whole rounds, or if their first
-    step is longer than the later half by less than two standard errors over rounds.
+    And what the earlier half takes beyond, in seconds.
+
+    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too
+    few, or where their first step is longer than the later half by less than two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
     steps = averaged.steps.sort_values(["rank", "step"])

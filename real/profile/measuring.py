@@ -90,10 +90,11 @@ T = TypeVar("T")
 
 
 class Legs:
-    """Runs legs in a session, and keeps the runs by name.
+    """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer.
 
-    Each takes at most ``seconds``, unless its fewest steps take longer. A leg is repeated if the machine was
-    busy.
+    Keeps the runs by name.
+
+    A leg is run again where the machine was busy.
     """
 
     def __init__(self, session: LegSession, seconds: float, done: Callable[[], None]) -> None:
@@ -146,9 +147,9 @@ class Legs:
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Return the compute part with the update apart from the backward, to measure them separately.
+    """The compute part, with the update apart from the backward, so that it can be told from it.
 
-    A sharded strategy stays as it is.
+    A sharded strategy is as it is.
     """
     if strategy.sharding:
         return strategy
@@ -173,7 +174,10 @@ def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStra
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
-    """Return Local SGD in one bucket, with the strategy's update; averages optimizer state if it must."""
+    """Local SGD in one bucket, with the update of the strategy.
+
+    Its state is averaged where the optimizer needs that.
+    """
     return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
@@ -273,7 +277,10 @@ def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
 
 
 class _Measuring:
-    """The legs of a running launch of ``quiet``, for ``experiment``, and their evaluation."""
+    """The legs of a launch that is there and runs ``quiet``, for ``experiment``.
+
+    And what follows from them.
+    """
 
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
@@ -304,23 +311,20 @@ class _Measuring:
         return self._taken(tables, threads, whole, communication, stragglers=stragglers)
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
-        """Measure a sharded model: gathers and scatters stand for all-reduces of as many bytes.
+        """Gathers and scatters stand for all-reduces of as many bytes.
 
-        With gloo no collective runs beside compute.
+        With gloo nothing travels beside compute.
         """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
-            what = (
-                "gathers and scatters run on their own streams, whose time cannot be separated from compute yet: profile and tune need gloo"
-            )
+            what = "gathers and scatters run on their own streams and cannot be timed apart from compute yet: profile and tune need gloo"
             raise ConfigError(what, "the backend", self._quiet.run.backend, hint)
         own, trainers = self._own.thread_num, self._quiet.cluster.trainers
         parts = self._legs.layers(self._own)
         run = self._legs.run("as it is", self._own, STRAGGLER_STEPS if stragglers else STEPS)
         table = settled(table_of(compute_key(self._experiment, self._own), parts), run)
         degree, points = run.plan.shard_ranks, points_of_blocks(run)
-        # measured for a trainer's shard
-        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))
+        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # measured for a shard
         hockney = fit_points(points, degree)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
@@ -506,9 +510,9 @@ def take_profile(experiment: Experiment, *, progress: Progress | None = None) ->
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
-    """Return the strategy's own thread count, and those of ``tune.thread_num`` for which there are cores.
+    """The strategy's own, and those of ``tune.thread_num`` for which there are cores.
 
-    Synchronised batch norm allows only the strategy's own.
+    Synchronised batch norm allows one alone.
     """
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node
@@ -521,7 +525,6 @@ def _name(experiment: Experiment) -> str:
     what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
     if experiment.strategy.quantises:
         what["quantises"] = True
-    # a testbed has the experiment's links, everything else the machine's
-    if experiment.run.launcher == "testbed":
+    if experiment.run.launcher == "testbed":  # a testbed has its own links
         what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
     return json_digest(what)[:16]

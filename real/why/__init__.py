@@ -1,6 +1,6 @@
-"""What the ranks of a command do in their own steps, observed with DistributedDataParallel unchanged.
+"""What the ranks of a command record about their own steps, with torch's DistributedDataParallel unchanged.
 
-``following`` hooks DDP's forward in a process of the job. From the first forward with gradients, ``observer``
-executes the driver's looks. ``events`` records what the main thread does. ``settings`` rebuilds a DDP with
-other arguments. ``job`` is the driver's side.
+``following`` hooks DDP's forward in a process of the job. ``observer`` obeys the driver's looks from the
+first forward with gradients on. ``events`` records what the main thread does. ``settings`` rebuilds a DDP
+with other arguments. ``job`` is the driver's side.
 """

@@ -1,4 +1,7 @@
-"""Events: records what the main thread of a process does; torch is unchanged before and after."""
+"""Events: what the main thread of a process does, recorded while observing.
+
+Torch is unchanged before and after.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,16 @@ _COLLECTIVES = (
 """Functions of ``torch.distributed`` that a script calls directly."""
 _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
-"""Number of backwards that are remembered, of all models between two forwards of one."""
+"""Largest number of backwards of all models between two forwards of one."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
 _OWN = tuple(f"{folder}{os.sep}" for folder in (*(Path(__file__).parents[2] / name for name in _OURS), Path(torch.__file__).parent))
-"""Path prefixes of the files of this project and of torch, also where both are installed."""
+"""Prefixes of the files of this project and of torch, also if both are installed."""
 _BELOW = (str(Path(threading.__file__).parent), *_OWN, "<")
-"""Path prefixes of these files and of Python's own."""
+"""Prefixes of these files, and of Python's own."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
-"""Begins the files of an installed package, its group."""
+"""Pattern of the files of an installed package, which is the group."""
 clock = time.time_ns
-"""Clock of all events: the Reducer's own times use it, too."""
+"""Clock of the events, which the Reducer's own times also use."""
 
 
 class Events:
@@ -50,25 +53,25 @@ class Events:
 
     def __init__(self) -> None:
         self.found: list[list[Any]] = []
-        """Events recorded so far: the fields of ``Event``, in order of their ends."""
+        """Fields of each ``Event``, ordered by end."""
         self.samples: list[tuple[int, str]] = []
         self.scales_loss = False
         """Whether an enabled GradScaler has stepped."""
         self._loaders: dict[int, list[int]] = {}
-        """By DataLoader iterator: number of workers, ns inside of it, and ns in which this thread computed
-        there."""
+        """Workers, nanoseconds inside, and nanoseconds in which this thread computed, by DataLoader
+        iterator."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
-        """The latest backwards."""
+        """Last backwards."""
         self._is_in_unit = False
         """Whether ``fully_shard`` is gathering or scattering."""
         self._begun: list[int] = []
         self._loop_lines: set[str] | None = None
-        """Lines of the script from which a library steps the optimizer. Events there are the library's."""
+        """Lines of the script from which a library steps the optimizer; time there is the library's."""
 
     @property
     def loader(self) -> Loader | None:
-        """The DataLoader that took the most time, or ``None``."""
+        """Return the DataLoader that took the most time."""
         if not self._loaders:
             return None
         num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
@@ -76,7 +79,7 @@ class Events:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Record what happens inside."""
+        """Record events inside the context."""
         with ExitStack() as stack:
             for owner, name, around in self._places():
                 stack.enter_context(replaced(owner, name, around))
@@ -85,7 +88,7 @@ class Events:
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
-        """Record a model's forward, and read the Reducer's times of the backward before it."""
+        """Record a model's forward, and read what a DDP's Reducer knows about the previous backward."""
         exchanges = torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         kind: Kind = "forward" if torch.is_grad_enabled() else "evaluate"
         with self._noting(kind):
@@ -93,20 +96,18 @@ class Events:
         if exchanges:
             assert isinstance(model, DistributedDataParallel)
             logged = model._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
-            # of the exchange before this forward
-            computed_ns = int(logged.get("backward_compute_time_end", 0))
+            computed_ns = int(logged.get("backward_compute_time_end", 0))  # of the exchange before this forward
             before = next((event for event in reversed(self._backwards) if event[1] < computed_ns < event[2]), None)
             if before is not None:
                 before[3] = max(before[3], computed_ns)
 
     @contextmanager
     def evaluations(self, module: nn.Module) -> Iterator[None]:
-        """Record the module's forwards without gradients, also those that bypass its DDP."""
+        """Record the module's forwards without gradients, including those that a script calls past its DDP."""
         begun: list[int] = []
 
         def begins(*_: object) -> None:
-            # compiled code does not call this
-            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # what is compiled has no part of this
                 begun.append(clock())
 
         def ends(*_: object) -> None:
@@ -119,10 +120,7 @@ class Events:
             handle.remove()
 
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Record the start of an optimizer's step, and return its arguments.
-
-        A closure among them is wrapped: it runs forward and backward, so its time belongs to the loop.
-        """
+        """Record that an optimizer's step begins; a closure among its arguments belongs to the loop."""
         if self._loop_lines is None:
             self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
@@ -130,7 +128,7 @@ class Events:
         return (*arguments[:1], *noted), {name: self._around("loop", each) if callable(each) else each for name, each in named.items()}
 
     def optimizer_ends(self) -> None:
-        """Record the end of the optimizer's step."""
+        """Record that the optimizer's step ends."""
         if self._begun:
             self.found.append(["optimizer", self._begun.pop(), clock(), 0])
 
@@ -169,7 +167,7 @@ class Events:
         return noted
 
     def _within(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Record a function of ``fully_shard``. The collectives inside are not the script's own."""
+        """Wrap a function of ``fully_shard``, whose collectives are not the script's."""
 
         def noted(*arguments: Any, **named: Any) -> Any:
             self._is_in_unit = True
@@ -200,7 +198,7 @@ class Events:
         return step
 
     def _gathers(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Record the call that waits for the gather of a unit's parameters; in other calls no ranks meet."""
+        """Wrap a gather so that only the call that waits for it is recorded: others would be no meeting of ranks."""
 
         def gathers(group: Any, *arguments: Any, **named: Any) -> Any:
             if not waits_for_gather(group, function.__name__, *arguments, **named):
@@ -245,7 +243,7 @@ class Events:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """Record the script's current line 50 times per second, from another thread."""
+        """Record the script's line 50 times per second, in another thread."""
         over = threading.Event()
 
         def run() -> None:
@@ -265,10 +263,7 @@ class Events:
 
 
 def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """Yield the script's own lines, innermost first.
-
-    Each comes with the line of the library that it calls there, or an empty string.
-    """
+    """Yield the script's own lines, innermost first, each with the library line that it calls, if any."""
     called: list[tuple[str, FrameType]] = []
     while frame is not None:
         file = frame.f_code.co_filename
@@ -283,7 +278,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
-    """Return the innermost line of the package that the script calls."""
+    """Return the innermost line of the package that is called first."""
     return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
 
 
@@ -293,10 +288,7 @@ def _named(frame: FrameType) -> str:
 
 @contextmanager
 def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` by another function inside of the context.
-
-    If a library has replaced it since, that function stays.
-    """
+    """Replace ``owner.name`` by another function inside the context, unless a library replaces it in the meantime."""
     before = owner.__dict__.get(name)
     if before is None:
         yield

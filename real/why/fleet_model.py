@@ -1,7 +1,4 @@
-"""FleetModel: a model of fleet's four lines in the place where an observer expects a DDP.
-
-The strategy's engine exchanges its gradients.
-"""
+"""FleetModel: a model of fleet's four lines, whose strategy's engine exchanges, for an observer that expects a DDP."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ class FleetModel:
     """Hooks a model so that its forwards reach the process's observer. Every rank creates it."""
 
     can_change = False
-    """Whether settings can be changed: no, the strategy defines them."""
+    """Settings belong to the strategy."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._threads = engine, torch.get_num_threads()
         self.module: nn.Module = engine.model
-        self.group: Any = dist.new_group()  # does not disturb the order of the engine's collectives
+        self.group: Any = dist.new_group()  # what the engine has in flight stays in order
         self.device_type = next(self.module.parameters()).device.type
         self._open: list[AbstractContextManager[None]] = []
-        for handle in self.module.__dict__.pop(_HOOKS, ()):  # of an earlier engine
+        for handle in self.module.__dict__.pop(_HOOKS, ()):  # of an engine before
             handle.remove()
         self.module.__dict__[_HOOKS] = [
             self.module.register_forward_pre_hook(living_hook(self._begins), prepend=True, with_kwargs=True),
@@ -45,7 +42,7 @@ class FleetModel:
         torch.set_num_threads(change.threads or self._threads)
 
     def described(self, *, buffers_change: bool) -> Model:
-        """The model as the observer reports it: bytes, buckets, buffers and type."""
+        """Return the model as the observer reports it: bytes, buckets, buffers and type."""
         plan = self._engine.plan
         return Model(
             nbytes=sum(bucket.nbytes for bucket in plan.buckets),

@@ -1,4 +1,4 @@
-"""Following: hooks on forwards of DDP and of ``fully_shard``'s models in an observed job."""
+"""Following: forwards of DistributedDataParallel and of ``fully_shard``'s models in a process under observation."""
 
 import functools
 import itertools
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS, _LONGEST_S = 50, 20.0
-"""Optimizer steps, and seconds, without DDP or ``fully_shard`` after which a process gives up."""
+"""Optimizer steps and seconds without DDP and ``fully_shard`` after which a process gives up."""
 
 
 @functools.cache
 def _observers() -> list["Observer"]:
-    """This process's observer, if there is one."""
+    """Return this process's observers: one at most."""
     return []
 
 
 def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" = None) -> "Observer | None":
-    """Return the process's observer, created in the first forward of a model with gradients, or ``None``.
+    """Return the process's observer, created at a model's first forward with gradients; none before.
 
     Without ``living`` the model is a DDP.
     """
@@ -49,7 +49,7 @@ def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" =
 
 
 def follow(module: ModuleType) -> None:
-    """Observe a process from the first forward with gradients of a DDP; ``module`` has just been imported."""
+    """Observe a process from a DDP's first forward with gradients; ``module`` has just been imported."""
     if module.__name__ == "torch.nn.parallel.distributed":
         _follow_ddp(module)
     elif "fsdp" in module.__name__:
@@ -61,7 +61,7 @@ def follow(module: ModuleType) -> None:
 
 
 class _Looking:
-    """Observes models of ``fully_shard``, whose calls stay as they are."""
+    """Observes models of ``fully_shard``, whose calls are unchanged."""
 
     def arguments(self, _unit: Any, named: dict[str, Any]) -> dict[str, Any]:
         """Return the script's arguments."""
@@ -90,7 +90,7 @@ def _follow_ddp(module: ModuleType) -> None:
     forward, owner = ddp.forward, os.getpid()
 
     def observed(model: Any, *inputs: Any, **named: Any) -> Any:
-        compiles = set_eval_frame(None)  # the code around the forward is not part of a compiled graph
+        compiles = set_eval_frame(None)  # what stands around the forward is no part of a compiled graph
 
         def call() -> Any:
             set_eval_frame(compiles)
@@ -100,8 +100,7 @@ def _follow_ddp(module: ModuleType) -> None:
                 set_eval_frame(None)
 
         try:
-            # not in a fork, such as a loader's worker
-            observer = observer_of(model) if os.getpid() == owner else None
+            observer = observer_of(model) if os.getpid() == owner else None  # no fork, such as a loader's
             with nullcontext() if observer is None else observer.forward(model, inputs, named):
                 return call()
         finally:
@@ -111,6 +110,6 @@ def _follow_ddp(module: ModuleType) -> None:
 
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a function from compilation, as torch does its own forward; its callees may be compiled."""
+    """Exclude a function from compilation, as torch's own forward is; what it calls may be compiled."""
     eager: Callable[..., Any] = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as torch
     return eager

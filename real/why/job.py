@@ -1,4 +1,4 @@
-"""The driver's side: a command whose ranks are observed."""
+"""Driver's side: a command whose ranks are observed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from real.processes.started import uninterrupted
 from real.why.look import ANSWER, Look
 
 _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
-"""Variables that make NCCL log its transports in the job's output."""
+"""Variables with which NCCL prints its transports in a job's output."""
 
 
 class LookedAt:
-    """A command that trains with DistributedDataParallel or ``fully_shard``.
+    """A command that trains with DistributedDataParallel or ``fully_shard``, as a context manager.
 
-    It is a context manager: entering starts the command, leaving ends it. If a rank fails or hangs, the
-    command ends within ``run.timeout`` with an error that names the rank, and its output is kept.
+    Entering starts it, leaving ends it. A rank that fails or hangs ends the command within ``run.timeout``,
+    by name; its output is then kept.
     """
 
     def __init__(self, command: Sequence[str], run: Run, workdir: Path | None = None) -> None:
@@ -38,7 +38,7 @@ class LookedAt:
 
     @property
     def folder(self) -> Path:
-        """Folder in which ranks leave traces, while the command runs."""
+        """Folder in which ranks store traces, while the command runs."""
         return self._folder / "1"
 
     @property
@@ -64,21 +64,21 @@ class LookedAt:
             if kind is None:
                 launch.end()
         except FleetbenchError:
-            pass  # its results are already there
+            pass  # what it was to tell is there
         finally:
             with uninterrupted():
                 launch.kill()
             leave_folder(self._folder, error)
 
     def tell(self, numbers: Mapping[str, float]) -> None:
-        """Set the numbers that rank 0 logs at its end into the open runs of the script's trackers."""
+        """Set the numbers that rank 0 logs into the script's open tracker runs when it ends."""
         write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
         """Return every rank's part of a look, by rank.
 
-        If the script ended before, ``is_over`` is true and parts may be missing. Raises ``ConfigError`` if no
-        model of DistributedDataParallel or ``fully_shard`` trains.
+        ``is_over`` tells whether the script has ended before; parts may then be missing. Raises
+        ``ConfigError`` if no model of DistributedDataParallel or ``fully_shard`` trains.
         """
         assert self._launch is not None
         is_first = not self._launch.num_orders
@@ -86,6 +86,6 @@ class LookedAt:
         self.is_over = not parts or not all(part["complete"] for part in parts.values())
         if not parts and is_first:
             why = self._launch.unattached or "it ended before a model's first step"
-            hint = "wrap it with DistributedDataParallel, or shard it with fully_shard; nothing else is supported on several ranks"
-            raise ConfigError(f"has no step that could be observed: {why}", "the command", " ".join(self._command), hint)
+            hint = "wrap it with DistributedDataParallel, or shard it with fully_shard; what else trains several ranks is not looked at"
+            raise ConfigError(f"has no step that could be looked at: {why}", "the command", " ".join(self._command), hint)
         return [parts[rank] for rank in sorted(parts)]

@@ -1,4 +1,4 @@
-"""KeptState: the training state of a rank, to be restored after steps without exchange."""
+"""KeptState: a copy of a rank's training state, to restore after steps that other ranks did not share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 _SCHEDULED = ("params", "lr", "momentum", "betas")
-"""Entries of an optimizer's groups that are not restored: a schedule sets them by the number of steps."""
+"""Entries of an optimizer's groups that are not restored, because schedules set them by the number of
+steps."""
 
 
 class KeptState:
-    """Parameters, gradients and buffers of models, and the state of all optimizers.
-
-    ``keep`` copies it, ``restore`` restores it.
-    """
+    """Parameters, gradients and buffers of models, and all optimizers' state: ``keep`` copies, ``restore`` restores."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = tuple(models)
         found = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
-        self._optimizers = list(
-            {id(one.state): one for one in found}.values()
-        )  # a library's wrapper shares the state of the optimizer it wraps
+        self._optimizers = list({id(one.state): one for one in found}.values())  # a library's wrapper shows another one's state
         self._kept: Any = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a copy."""
+        """Return the bytes that a copy takes."""
         return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(self._living()) if isinstance(leaf, torch.Tensor))
 
     def keep(self) -> None:

@@ -1,4 +1,4 @@
-"""Link test as a job of its own: every rank that a launcher starts runs this module."""
+"""Link test as its own job: each rank, wherever a launcher starts it, runs this module."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from real.processes.started import uninterrupted
 
 MODULE = "real.why.link_test"
 _RESULT = "fleetbench-links "
-"""Prefix of the result that rank 0 prints; a launcher may put something before it on the line."""
+"""Prefix of rank 0's output, on a line that a launcher may prefix."""
 _TAKE_A_MODULE = re.compile(r"torchrun|accelerate|torch\.distributed\.(run|launch)")
-"""Launchers that take ``-m MODULE`` after their options."""
+"""Launchers that accept ``-m MODULE`` after their options."""
 _PYTHON = re.compile(r"python[\d.]*")
 _TIMEOUT = timedelta(minutes=5)
 """Time limit for ranks to meet, and for a collective."""
 _GRACE_S = 30.0
-"""Seconds that an interrupted launcher has to end."""
+"""Seconds for an interrupted launcher to end."""
 
 Heard = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport(Config):
-    """Results of the link test."""
+    """Findings of the link test."""
 
     links: Links
     transports: Transports | None = None
-    """NCCL's transports according to its log; ``None`` with gloo."""
+    """Transports that NCCL reported; none with gloo."""
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
@@ -61,9 +61,9 @@ class LinkReport(Config):
 
 
 def run_here(nproc: int, heard: Heard) -> LinkReport:
-    """Test the links between ``nproc`` ranks on this machine; ``heard`` receives other lines of rank 0.
+    """Test the links between ``nproc`` ranks on this machine; ``heard`` gets other lines of rank 0.
 
-    Raises ``WorkerFailed`` naming the rank that failed.
+    Raises ``WorkerFailed`` with the rank that failed.
     """
     output = bytearray()
     try:
@@ -77,10 +77,10 @@ def run_here(nproc: int, heard: Heard) -> LinkReport:
 
 
 def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
-    """Test the links between the ranks that a launcher starts; ``heard`` receives its other lines.
+    """Test the links between the ranks that a launcher starts; ``heard`` gets its other lines.
 
-    Returns ``None`` if rank 0 is on a node whose launcher was started there. Raises ``EnvironmentLacks`` for
-    a program that cannot be started, and ``WorkerFailed`` if it fails.
+    None if rank 0 is on a node with its own launcher. Raises ``EnvironmentLacks`` for a program that cannot
+    be started, ``WorkerFailed`` if it fails.
     """
     try:
         process = subprocess.Popen(
@@ -91,7 +91,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
             errors="replace",
         )
     except OSError as error:
-        what, hint = f"cannot be started: {error.strerror}", "put a launcher with its options after --"
+        what, hint = f"cannot be started: {error.strerror}", "what follows -- is a launcher with its options"
         raise EnvironmentLacks(what, "the command", command[0], hint) from None
     try:
         assert process.stdout is not None
@@ -113,7 +113,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
 
 
 def with_module(command: Sequence[str]) -> list[str]:
-    """Return the launcher's command line with the program of each rank: a module if it takes one."""
+    """Return the launcher's command line with what each rank runs: a module if it accepts one, else a program."""
     names = [Path(word).name for word in command if not word.startswith("-")]
     takes_module = any(map(_TAKE_A_MODULE.fullmatch, names)) or any(map(_PYTHON.fullmatch, names[-1:]))
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]
@@ -128,7 +128,7 @@ def _result(line: str, heard: Heard) -> LinkReport | None:
 
 
 def main() -> None:
-    """Run one rank. Raises ``ConfigError`` for a rank that was started by itself."""
+    """Run one rank. Raises ``ConfigError`` if it was not started together with others."""
     role = role_of(os.environ)
     if role.trainers < 2:
         what = "links need two ranks, and the launcher's environment names one"
@@ -152,7 +152,7 @@ def main() -> None:
         if is_lost and dist.get_backend() == "gloo":
             why = f"the name of {socket.gethostname()} resolves to its loopback, which gloo takes by itself"
             note = f"note: {why}: scripts need {GLOO}={os.environ.get(GLOO)}"
-            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's message to its user
+            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's word to its user
         own = this_host() if role.local_rank else replace(this_host(), gpus=gpus_of_host())
         links = measure_links(host=own)
         said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""

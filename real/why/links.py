@@ -1,9 +1,9 @@
-"""Link test: the speed of a process group's links, in a job of its own or between two steps of a training.
+"""Link test: what the links of a process group carry, in a job of its own or between two steps of a training.
 
-Ranks exchange their results by collectives of the group itself. ``measure_links`` leaves nothing behind
-except a counter in the default store, and that only if groups over other interfaces were created. It
-registers these groups nowhere in torch and sets no environment variables. Source of bus bandwidth:
-nccl-tests, doc/PERFORMANCE.md.
+Ranks tell each other what they have found by collectives of the group itself. ``measure_links`` leaves
+nothing behind; only where groups over other interfaces were made, without torch's registry and without
+environment variables, a counter stays in the default store. Source of bus bandwidth: nccl-tests,
+doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CONNECT_TIMEOUT = _INTERFACE_TIMEOUT / 5  # gloo waits five times as long for c
 _ELEMENT = 4
 """Bytes of a float32."""
 _VALUES = 256
-"""Number of different values that ranks contribute; few enough for an exact sum."""
+"""Number of different values that ranks contribute, small enough for an exact sum."""
 _CPU = torch.device("cpu")
 
 Times = tuple[AllReduceTime, ...]
@@ -54,19 +54,13 @@ def measure_links(
     host: Host | None = None,
     pairs: bool = True,
 ) -> Links:
-    """Time all-reduces of ``sizes`` bytes in ``group``, by default the job's own; all its ranks call this.
+    """Time all-reduces of ``sizes`` bytes in ``group`` (default: the job's own); all its ranks call this.
 
-    Args:
-        group: the process group.
-        sizes: bytes of the all-reduces; memory for the largest is allocated.
-        seconds: approximate time of all of them together, with at least three repeats of each size.
-        device: device of the tensors, by default ``device_of_group``.
-        host: this rank's host, with more facts if they are known; the first rank of a host counts.
-        pairs: send messages of 4 MiB between hosts, too; NCCL makes a communicator for each, which
-            takes GPU memory.
-
-    With gloo and several hosts the same all-reduces also run over each other interface. A collective that
-    fails raises torch's error.
+    ``seconds``: approximate time of the all-reduces, with at least three repeats of each size. ``device``: of
+    the tensors, default ``device_of_group``. ``host``: this rank's host with known facts; that of a host's
+    first rank counts. Between several hosts, messages of 4 MiB are timed too (``pairs``: NCCL makes a
+    communicator for each, which takes GPU memory), and with gloo the same all-reduces over each other
+    interface. Takes memory for the largest size. A collective that fails raises torch's error.
     """
     process: Process = group or dist.group.WORLD
     device = device or device_of_group(process)
@@ -108,7 +102,7 @@ def device_of_group(process: Process, kind: str = "cuda") -> torch.device:
 
 
 def gathered(process: Process, device: torch.device, own: Any) -> list[Any]:
-    """Return every rank's value, by rank, as far as JSON represents it; all ranks of the group call this."""
+    """Return every rank's JSON data, by rank; all ranks of the group call this."""
     text = json.dumps(own).encode()
     (longest,) = _largest(process, device, len(text))
     told = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
@@ -118,9 +112,9 @@ def gathered(process: Process, device: torch.device, own: Any) -> list[Any]:
 
 
 def _by_host(told: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[int, ...]]:
-    """Return the distinct hosts of all ranks, and every rank's index in them.
+    """Return the hosts of all ranks, each once, and every rank's index.
 
-    Network namespaces of a machine differ in their addresses.
+    Network namespaces differ in addresses.
     """
     keys = [(host.name, *(each.addresses for each in host.interfaces)) for host in told]
     first = list(dict.fromkeys(keys))
@@ -135,12 +129,12 @@ def _largest(process: Process, device: torch.device, *numbers: float) -> list[fl
 
 
 def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> Times:
-    """Time each size's all-reduce: once to check its sum, then as often as the slowest rank has time for."""
+    """Time each size's all-reduce: once to check its sum, then as often as the slowest rank can."""
     ranks, found = process.size(), list[AllReduceTime]()
     if ranks == 1:
         return ()
     whole = torch.zeros(max(sizes) // _ELEMENT, dtype=torch.float32, device=device)
-    _time(process, whole[: min(sizes) // _ELEMENT], device)  # opens connections
+    _time(process, whole[: min(sizes) // _ELEMENT], device)  # which opens connections
     for size in sorted(sizes):
         part = whole[: size // _ELEMENT]
         part.fill_(process.rank() % _VALUES + 1)
@@ -166,7 +160,7 @@ def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], s
 
 
 def _time(process: Process, tensor: torch.Tensor, device: torch.device) -> float:
-    """Return the seconds of one all-reduce, in which ranks wait for one another."""
+    """Return the seconds of one all-reduce, including waits of ranks for one another."""
     begin = time.perf_counter()
     process.allreduce([tensor]).wait()
     _wait_for(device)
@@ -179,7 +173,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[int]) -> list[PairTime]:
-    """Return this rank's times of messages between a host's first rank and the next host's first rank."""
+    """Return this rank's times of messages between a host's first rank and the next host's."""
     leaders = [host_of_rank.index(host) for host in range(max(host_of_rank) + 1)]
     num, found = len(leaders), list[PairTime]()
     chain = [(host, host + 1) for first in (0, 1) for host in range(first, num - 1, 2)]
@@ -206,7 +200,7 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
 def _other_interfaces(
     process: Process, hosts: Sequence[Host], interface: str | None, sizes: Sequence[int], seconds: float
 ) -> list[InterfaceTime]:
-    """Time all-reduces over each interface that all hosts share; the one in use runs first and last."""
+    """All-reduces over each interface that all hosts share; over the one in use twice, as moments differ."""
     shared = shared_interfaces(hosts)
     others, used = [name for name in shared if name != interface], [name for name in shared if name == interface]
     if not others:
@@ -226,7 +220,7 @@ def _other_interfaces(
 def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds: float) -> InterfaceTime:
     """Time all-reduces in a gloo group over one interface.
 
-    The result has no times if the group could not be created, or failed, on some rank.
+    None if it was not made, or failed, on some rank.
     """
     times: Times = ()
     error = None
@@ -239,7 +233,7 @@ def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds
 
 
 def _gloo_over(interface: str, process: Process, store: Any) -> Process:
-    """Return a gloo group of the same ranks, as if created with GLOO_SOCKET_IFNAME; torch does not list it.
+    """Return a gloo group of the same ranks, as if made with GLOO_SOCKET_IFNAME; torch does not list it.
 
     It ends with its last reference. Raises ``RuntimeError`` if a rank is not reached within 10 s.
     """

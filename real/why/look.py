@@ -1,4 +1,4 @@
-"""Look: the driver's next request to the ranks of a command."""
+"""Look: what the driver asks the ranks of a command to do next."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,29 +7,27 @@ from fleetbench.config import Config
 from fleetbench.why.change import DdpChange
 
 ANSWER = "answer.json"
-"""File of the job's folder with the results, by name."""
+"""File in the job's folder with the findings, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look(Config):
-    """A number of steps, and what to record in them.
+    """A number of steps, and what to record about them.
 
-    - ``watch``: everything that the main thread does (``RankLog``)
-    - ``alone``: when gradients are ready in steps without exchange (``Readiness``); models and optimizers are
-      restored afterwards
-    - ``times``: how long steps take
+    ``watch``: everything the main thread does (``RankLog``). ``alone``: when gradients are ready without an
+    exchange (``Readiness``); models and optimizers are restored afterwards. ``times``: how long steps take.
     """
 
     what: Literal["watch", "alone", "times"] = "watch"
     steps: int
     warmup_steps: int = 3
     max_s: float = 10.0
-    """Seconds after which fewer steps are made, but at least ten."""
+    """Seconds after which fewer steps suffice, but at least ten."""
     change: DdpChange = field(default_factory=DdpChange)
     links: bool = False
     """Whether to measure the job's links after the steps."""
     trace: str = ""
-    """Name of the files, one per rank in the job's folder, into which torch.profiler records the steps of
-    ``times``."""
+    """Name of files in the job's folder into which torch.profiler records the steps of ``times``, one per
+    rank; empty: none."""
     stacks: bool = False
-    """Whether the trace has the calls of Python, which slow the host."""
+    """Whether to record Python calls, which slow the host."""

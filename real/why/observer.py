@@ -1,4 +1,4 @@
-"""Observer: a rank's part in ``fleetbench why``, beside the script's own DDP or ``fully_shard``."""
+"""Observer: a rank's part in ``fleetbench why``, next to the script's own DDP or ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 10
 _MOST_FORWARDS = 1000
-"""Forwards with gradients without an optimizer step, after which the model counts as one that never steps."""
+"""Forwards with gradients after which a model whose optimizer has not stepped is assumed never to train."""
 _MEETINGS = 9
 _LINKS_SIZES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 _LINKS_S = 1.0
-"""Seconds of the measurement of a group's links."""
+"""Seconds for measuring the links of a group."""
 _SAMPLE_RATE = 100
-"""Iterations between two that the Reducer times; torch's default."""
+"""Torch's default number of iterations between two that the Reducer times."""
 Part = dict[str, Any]
 Steps = Generator[None, bool, Part]
-"""Continues after each optimizer step, with whether the script is over; returns its rank's part of a look."""
+"""Generator that resumes after each optimizer step with whether the script is over; it returns this rank's
+part of a look."""
 
 
 class Observer:
@@ -92,9 +93,8 @@ class Observer:
 
     @contextmanager
     def forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
-        """Context of a model's forward."""
-        # a rank that hangs before its forward is a step behind the others
-        self._beats.beat(self._number, self._num_steps + 1)
+        """Run a model's forward inside this context."""
+        self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
         if not any(model is known for known in self._models):
             self._models.append(model)
             refuse_mixed(self._models)
@@ -102,8 +102,8 @@ class Observer:
         if self._optimizer is None and model is self._model and torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards > _MOST_FORWARDS:
-                what = f"has no step that could be observed: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
-                raise ConfigError(what, "the command", hint="a step ends when step() of a torch optimizer returns")
+                what = f"has no step that could be looked at: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
+                raise ConfigError(what, "the command", hint="a step ends where step() of an optimizer of torch's returns")
         if self._events is None:
             # the forward decides for its backward
             with model.no_sync() if self._is_alone and isinstance(model, DistributedDataParallel) else nullcontext():
@@ -183,7 +183,7 @@ class Observer:
                 stack.enter_context(events.evaluations(module))
             self._events = events
             self._time_models()
-            # the forward after the last step gives the times of its exchange
+            # the last step's exchange is known in the forward after it
             is_over = yield from self._passed(steps + 1, lambda: ends.append(clock()))
             self._events = None
             self._time_models()
@@ -210,7 +210,7 @@ class Observer:
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
     def _alone(self, steps: int, _look: Look) -> Steps:
-        """Make steps without exchange; afterwards models and optimizers are restored on each rank."""
+        """Take steps without any exchange; afterwards each rank's models and optimizers are restored."""
         assert isinstance(self._model, DistributedDataParallel)
         state = KeptState(self._models)
         told = self._told([Place.here().kernel, state.nbytes, psutil.virtual_memory().available])
@@ -227,7 +227,7 @@ class Observer:
         return {"complete": not is_over, "alone": None if found is None else encode(found)}
 
     def _passed(self, steps: int, each: Callable[[], object]) -> Generator[None, bool, bool]:
-        """Let steps pass, with a call after each; return whether the script ended before."""
+        """Let steps pass, with a call after each; return whether the script is over before."""
         for _ in range(steps):
             if (yield):
                 return True
@@ -242,18 +242,18 @@ class Observer:
                 model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
     def _told(self, own: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
+        """Return every rank's data, by rank."""
         return gathered(self._group, self._device, own)
 
     def _ahead_ns(self) -> int:
-        """Return the ns by which this host's clock is ahead of rank 0's, measured at barriers."""
+        """Return by how much this host's clock is ahead of rank 0's, from the times at which ranks leave a barrier."""
         left = []
         for _ in range(1 + _MEETINGS):
             dist.barrier(self._group)
             left.append(clock())
         kernel = Place.here().kernel
         of_first, first = self._told([kernel, left])[0]
-        # the first barrier only shows when ranks arrived
+        # what the first barrier tells is when they came
         return 0 if of_first == kernel else median_ns(own - other for own, other in zip(left[1:], first[1:], strict=True))
 
 
@@ -261,7 +261,7 @@ def _cpu_s() -> float:
     """Return the CPU seconds of this process and its children, such as a loader's workers."""
     found = 0.0
     for process in (own := psutil.Process(), *own.children(recursive=True)):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # it has ended in the meantime
             found += sum(process.cpu_times()[:2])
     return found
 

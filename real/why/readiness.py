@@ -22,14 +22,14 @@ class ReadinessClock:
         self._ddp = ddp
         self._trained = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._begun = 0
-        """Start of the current forward in ns; 0 outside of a forward."""
+        """Start of the current forward; 0: there is none."""
         self._forwards: list[tuple[int, int]] = []
         """Start and end of each forward of the current step."""
         self._ready: list[dict[str, int]] = []
-        """Time of readiness of each parameter's gradient, per forward of the current step."""
+        """Times at which gradients were ready after each forward of the current step, by parameter."""
         self._steps: list[tuple[int, int, dict[str, int]]] = []
-        """For each earlier step: ns until its last backward, ns of that backward, and ns until each gradient
-        was ready in it."""
+        """For each earlier step: nanoseconds until its last backward, of that backward, and until each
+        gradient is ready in it."""
         self._unused: set[str] = set()
 
     @contextmanager
@@ -48,7 +48,7 @@ class ReadinessClock:
                 handle.remove()
 
     def step_ends(self) -> None:
-        """End an optimizer step."""
+        """Handle the end of an optimizer step."""
         took = [end - begin for begin, end in self._forwards]
         whole = [(end, ready) for (_, end), ready in zip(self._forwards, self._ready, strict=True) if ready]
         self._forwards, self._ready = [], []
@@ -60,7 +60,7 @@ class ReadinessClock:
         self._steps.append((sum(took) + sum(backwards), max(ready.values()) - end, {name: at - end for name, at in ready.items()}))
 
     def found(self) -> Readiness | None:
-        """Return the medians over the steps so far, or ``None`` if there are none."""
+        """Return medians of the steps so far; none without any."""
         if not self._steps:
             return None
         ready = [[at[name] for _, _, at in self._steps if name in at] for name in self._trained]
@@ -83,7 +83,7 @@ class ReadinessClock:
         self._begun = 0
 
     def _after_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a backward end the forward that it runs inside, as in Lightning's manual optimization."""
+        """Let a backward end the forward that contains it, as in Lightning's manual optimization."""
 
         def backward(*arguments: Any, **named: Any) -> Any:
             self._ends()
@@ -97,6 +97,6 @@ class ReadinessClock:
 
 
 def median_ns(times: Iterable[int]) -> int:
-    """Return the median in ns, 0 without any times."""
+    """Return the median of nanoseconds, 0 if there are none."""
     found = list(times)
     return round(statistics.median(found)) if found else 0

@@ -1,4 +1,4 @@
-"""Settings: the arguments of a living DistributedDataParallel, and changes of them between two steps."""
+"""Settings: arguments of a running DistributedDataParallel, and the same model with others between two steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = ("", "None", "N/A")
 
 
 def library_of(model: nn.Module) -> Library:
-    """Return the library that has wrapped a model; called at the start of its forward."""
+    """Return the library that has wrapped a model; called when its forward begins."""
     if not isinstance(model, DistributedDataParallel) and not is_unit(model):
         return "fleet"
     calls = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None)]
@@ -29,11 +29,11 @@ def library_of(model: nn.Module) -> Library:
     if any(name.startswith(("lightning.", "pytorch_lightning.", "lightning_fabric.")) for name in calls):
         return "Lightning"
     state = sys.modules.get("accelerate.state")
-    return "Accelerate" if state is not None and state.AcceleratorState._shared_state else ""  # noqa: SLF001  # set when Accelerate is in use
+    return "Accelerate" if state is not None and state.AcceleratorState._shared_state else ""  # noqa: SLF001  # how it says that it is set up
 
 
 def hook_of(ddp: DistributedDataParallel) -> str:
-    """Return the name of the communication hook, or an empty string."""
+    """Return the name of the communication hook; empty if there is none."""
     name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))  # noqa: SLF001  # as above
     return "" if name in _PLAIN else name.rpartition(".")[2]
 
@@ -47,10 +47,10 @@ _OF_REDUCER = (
 
 
 class LivingDdp:
-    """A script's DDP: ``change`` gives it a Reducer with other arguments, between two steps of all ranks.
+    """A script's DDP: ``change`` gives it another Reducer with other arguments, between two steps of all ranks.
 
-    A model whose Reducer has state that cannot be read from outside, such as a communication hook, is left
-    unchanged (``can_change`` is false).
+    A model is not changed (``can_change``) if its communication hook, or anything else that only the Reducer
+    knows, cannot be read from outside.
     """
 
     def __init__(self, ddp: nn.Module) -> None:
@@ -72,7 +72,7 @@ class LivingDdp:
         )
 
     def described(self, *, buffers_change: bool) -> Model:
-        """Return the DDP's arguments, and the Reducer's own data after some steps."""
+        """Return what the DDP is, and what its Reducer reports after some steps."""
         ddp = self._ddp
         logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
@@ -89,7 +89,7 @@ class LivingDdp:
         )
 
     def change(self, change: DdpChange) -> None:
-        """Apply ``change``; arguments that it does not name are the script's."""
+        """Apply the arguments that ``change`` names; others are the script's."""
         torch.set_num_threads(change.threads or self._threads)
         is_own = change == DdpChange(threads=change.threads)
         if not self.can_change or (is_own and self._is_own):
@@ -97,7 +97,7 @@ class LivingDdp:
         own, self._is_own = self._own, is_own
         cap = None if own["bucket_bytes_cap_default"] else own["bucket_bytes_cap"] / MIB
         for parameter in self._ddp.module.parameters():
-            if parameter.grad is not None:  # not a view of a bucket that is freed
+            if parameter.grad is not None:  # no view of a bucket that goes
                 parameter.grad = parameter.grad.detach().clone()
         newer = known(
             DistributedDataParallel.__init__,

@@ -1,4 +1,4 @@
-"""Trackers: log results to open runs of TensorBoard, Weights & Biases and MLflow."""
+"""Trackers: report the findings to TensorBoard, Weights & Biases and MLflow if a script has an open run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def log_to_open_runs(numbers: Mapping[str, float]) -> list[str]:
-    """Log numbers by name into each run that is open in this process; return the names of these trackers.
+    """Log numbers by name into each run that is open in this process; return the trackers that took them.
 
-    Errors of a tracker are ignored, because they are not the script's. No tracker is imported.
+    A tracker's own error must not affect the script, so it is left out then. No tracker is imported.
     """
     told = []
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")

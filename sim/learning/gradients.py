@@ -1,11 +1,12 @@
-"""Gradients of all trainers' batches, computed in the fastest way for the model.
+"""Gradients of all trainers' batches, in the way that is fastest for the model at hand.
 
-- ``loop``: one trainer after the other, by autograd
+- ``loop``: one trainer after the other, by autograd.
 - ``graph``: ``vmap`` over all trainers, traced once into a graph of plain operations over stacked tensors,
-  gradients included
+  gradients included.
 
-Both give the same numbers up to the order of sums. The faster one depends on the model's width and on the
-number of trainers; with wide layers they are alike. Tracing takes seconds, so short trainings use a loop.
+Both give the same numbers up to the order of sums. Which one is faster depends on the model's width and on
+the number of trainers; with wide layers they are alike. Tracing takes seconds, so that short trainings stay
+in a loop.
 """
 
 import time
@@ -28,52 +29,53 @@ from sim.learning.prepared import Look, never
 Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WORTH_TRACING_S, TRACING_S = 3.0, 0.1
-"""Seconds that tracing takes: to import the tracer, and for each parameter."""
+"""Seconds of tracing: to import the tracer, and per parameter."""
 CACHE_NBYTES = 8 * 2**20
-"""Bytes of the trainers that compute at once; 8 MiB was faster than 0.5, 2 and 24 MiB, on a core with 2 MiB
-of L2 cache."""
+"""Largest memory of trainers that compute together: the fastest of 0.5, 2, 8 and 24 MiB on a core with 2 MiB
+of cache."""
 _METHODS = frozenset({"view", "transpose", "t", "expand", "unsqueeze", "bmm", "mm", "add", "mul", "div", "sum", "mean", "relu"})
-"""Operations that a graph calls as methods of tensors, which take half of the time of ``torch.ops``."""
+"""Operations that a graph calls as tensor methods, which take half of the time of ``torch.ops``."""
 FEW_CLASSES = 32
-"""Number of classes up to which a loop over rows is slow, because the rows are short."""
+"""Number of classes up to which looping over rows is slow."""
 
 
 class Computed(NamedTuple):
-    """Results of a step's compute."""
+    """Results of a step."""
 
     gradients: Tensors
-    """Gradients of each parameter, ``(trainers, ...)``, or their mean, ``(1, ...)``; multiplied by the loss
+    """Gradients of each parameter: one per trainer, or their mean, ``(1, ...)``; multiplied by the loss
     scale."""
     losses: torch.Tensor
-    """Losses, ``(trainers,)``, without the scale."""
+    """Losses ``(trainers,)``, without the scale."""
     buffers: Tensors
     """Buffers after the step, ``(trainers, ...)``."""
 
 
 Arguments = tuple[Tensors, Tensors, torch.Tensor, torch.Tensor, torch.Tensor]
 Way = Callable[..., Computed]
-"""A function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale,
-inputs and labels, each ``(trainers, batch, ...)``."""
+"""A function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale, inputs and labels,
+each ``(trainers, batch, ...)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The compute of a step: a model's loss, for each trainer."""
+    """The computation: a model's loss, by trainer."""
 
     model: nn.Module
     compare: Loss
     trainers: int
     shares: bool
-    """Whether all trainers have the same parameters. Then there is one member, otherwise one per trainer."""
+    """Whether all trainers have the same parameters, so that there is one member; otherwise one per
+    trainer."""
     averages: bool
-    """Whether only the mean of the trainers' gradients is needed, because they share parameters."""
+    """Whether only the mean of the trainers' gradients is wanted, for trainers that share parameters."""
     amp: AmpConfigs | None = None
-    """Mixed precision: the forward runs under autocast."""
+    """Settings of autocast in the forward; none without it."""
     look: Look = never
-    """Called before each trainer of a loop, and before each part of a graph."""
+    """Function called before each trainer of a loop, and before each part of a graph."""
 
     def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
-        """Return one trainer's output in full precision, and the buffers after the forward."""
+        """Return one trainer's output of the model, in full precision, and the buffers after the forward."""
         own = [buffer.clone() for buffer in buffers]
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
         try:
@@ -86,12 +88,12 @@ class Problem:
 
     @cached_property
     def _tensors(self) -> Tensors:
-        """Parameters and buffers of the model itself."""
+        """Return the model's own parameters and buffers."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     @cached_property
     def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
-        """Modules and names that hold each of the tensors; tied ones have several places."""
+        """Return where modules hold each of them; tied ones are held in several places."""
         found: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in self.model.modules():
             for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
@@ -106,11 +108,10 @@ class Problem:
                 held[name] = tensor
 
     def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
-        """See ``Way``."""
+        """Compute one trainer after the other; see ``Way``."""
         rows = 1 if self.averages else self.trainers
         gradients = [parameter.new_zeros((rows, *parameter.shape[1:])) for parameter in parameters]
-        # faster than indexing
-        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))
+        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))  # faster than indices
         losses: Tensors = []
         moved: list[Tensors] = []
         for trainer in range(self.trainers):
@@ -119,8 +120,7 @@ class Problem:
             self.look()
             output, after = self.forward(own, [buffer[trainer] for buffer in buffers], inputs[trainer])
             loss = self.compare(output, labels[trainer])
-            # torch has no public name for adding lists of tensors
-            torch._foreach_add_(into, torch.autograd.grad(loss * scale, own))
+            torch._foreach_add_(into, torch.autograd.grad(loss * scale, own))  # torch has no public name for adding lists of tensors
             losses.append(loss.detach())
             moved.append([buffer.detach() for buffer in after])
         if self.averages:
@@ -128,7 +128,7 @@ class Problem:
         return Computed(gradients, torch.stack(losses), [torch.stack(of_buffer) for of_buffer in zip(*moved, strict=True)])
 
     def activation_bytes(self, inputs: torch.Tensor, labels: torch.Tensor) -> int:
-        """Return the bytes that the forward of one batch keeps for its backward, without parameters."""
+        """Return the bytes that the forward of one batch keeps for its backward, besides parameters."""
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,23 +142,19 @@ class Problem:
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
     def graph(self, *arguments: Any, together: int = 0) -> Way:
-        """Return the ``Way`` over stacked tensors, traced with arguments of the shapes of all later ones.
+        """Return the ``Way`` over stacked tensors, traced with these arguments, for all trainers or ``together`` at a time.
 
-        It computes all trainers at once, or ``together`` at a time. Raises ``RuntimeError`` or
-        ``UserWarning`` for a model that vmap cannot stack.
+        Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
         """
         if self.averages or not 0 < together < self.trainers:
             return self._traced(arguments)
         of_part = replace(self, trainers=together)._traced(self._part(arguments, slice(together)))  # noqa: SLF001  # its own class
-        stacks = [
-            value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]
-        ]  # allocating them in each step would take half of its time
+        stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # to get them each step takes half of it
 
         def run(*given: Any) -> Computed:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
             for begin in range(0, self.trainers, together):
-                # the last part may overlap the one before
-                part = slice(min(begin, self.trainers - together), begin + together)
+                part = slice(min(begin, self.trainers - together), begin + together)  # the last may compute what the one before has
                 self.look()
                 found = of_part(*self._part(given, part))
                 for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
@@ -168,20 +164,18 @@ class Problem:
         return run
 
     def _part(self, arguments: Arguments, part: slice) -> Arguments:
-        """Return the arguments of a slice of the trainers."""
+        """Return the arguments of some of the trainers."""
         parameters, buffers, scale, inputs, labels = arguments
         own = parameters if self.shares else [value[part] for value in parameters]
         return own, [value[part] for value in buffers], scale, inputs[part], labels[part]
 
     def _traced(self, arguments: Arguments) -> Way:
-        # takes seconds to import, so short trainings do not
-        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # vmap warns if it loops over trainers
-            # a bound method has one argument more than the tracer passes
-            traced = _tidied(make_fx(partial(self._at_once))(*arguments))
-        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # takes tensors, not lists of them
+            warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
+        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # of tensors one by one
         traced.recompile()
 
         @torch.no_grad()
@@ -194,10 +188,9 @@ class Problem:
     def _at_once(
         self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[Tensors, torch.Tensor, Tensors]:
-        """Return gradients, losses and buffers of all trainers.
+        """Return all trainers' gradients as those of the sum of their losses.
 
-        The gradients are those of the sum of all losses. Under autocast each trainer's gradients are computed
-        separately, because autocast recognises a layer only there.
+        With autocast, each trainer's gradient is computed separately.
         """
         joint = self.averages and self.amp is None
         own = [parameter[0] if joint else parameter.expand(self.trainers, *parameter.shape[1:]) for parameter in parameters]
@@ -223,10 +216,9 @@ class Problem:
         return list(gradients), losses, moved
 
     def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses, ``(trainers,)``.
+        """Return losses ``(trainers,)``.
 
-        Under vmap, cross-entropy becomes twenty operations, so it is written out here. With few classes a
-        loop over rows is slow, so it runs over columns.
+        Under vmap, cross-entropy becomes twenty operations; short rows are slow.
         """
         if self.compare is not cross_entropy:
             found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
@@ -237,7 +229,7 @@ class Problem:
 
 
 class Chosen(NamedTuple):
-    """A way, its name, and the seconds that a step takes."""
+    """A way, its name, and the seconds of a step."""
 
     way: Way
     name: str
@@ -245,10 +237,10 @@ class Chosen(NamedTuple):
 
 
 def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *, may_stack: bool) -> Chosen:
-    """Return the way that computes these arguments' gradients in the least processor time, or on a GPU time.
+    """Return the way with less processor time for these arguments' gradients, or on a GPU with less time.
 
-    ``may_stack``: whether memory suffices for ``together`` trainers at once. No graph is traced if it could
-    not save the time of tracing even if all trainers took the time of one.
+    ``may_stack``: memory suffices for ``together`` trainers at a time. A graph is not considered if tracing
+    could not pay off even if all trainers were as fast as one.
     """
     loop_s = _seconds(problem.loop, arguments)
     if not may_stack or loop_s * steps * (1 - 1 / problem.trainers) < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
@@ -256,17 +248,15 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
     try:
         graph = problem.graph(*arguments, together=together)
         stacked = Chosen(graph, "graph", _seconds(graph, arguments))
-    # vmap has no rule for one of the model's operations, or one that is slower than a loop
-    except (RuntimeError, UserWarning):
+    except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
         return Chosen(problem.loop, "loop", loop_s)
     return min(Chosen(problem.loop, "loop", loop_s), stacked, key=attrgetter("step_s"))
 
 
 def _seconds(way: Way, arguments: Arguments) -> float:
-    """Return the seconds of the second step.
+    """Return the seconds of one step, the second: processor time, which other programs affect less.
 
-    On the CPU this is processor time, which other programs change less; on a GPU it is the time until the
-    step has ended.
+    On a GPU until its end.
     """
     clock = time.perf_counter if arguments[-1].is_cuda else time.process_time
     for _ in range(2):
@@ -278,10 +268,9 @@ def _seconds(way: Way, arguments: Arguments) -> float:
 
 
 def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove operations that change nothing or repeat earlier ones; this halves the step of a small model.
+    """Return the graph without redundant operations, which are half of a small model's step.
 
-    A graph that changes tensors in place stays as it is, because equal operations need not give equal results
-    there.
+    A graph that changes tensors in place is unchanged, because equal operations need not give the same there.
     """
     aten, graph = torch.ops.aten, traced.graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -301,8 +290,7 @@ def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
     turned = [node for node in graph.nodes if node.target is aten.transpose.int and node.args[1:] == (1, 2)]
     for node in turned:
         product: Any = node.args[0]
-        # of a layer's weights
-        if product.target is aten.bmm.default and product.args[0] in turned and len(product.users) == 1:
+        if product.target is aten.bmm.default and product.args[0] in turned and len(product.users) == 1:  # of a layer's weights
             with graph.inserting_before(node):
                 other = graph.call_function(aten.transpose.int, (product.args[1], 1, 2))
                 node.replace_all_uses_with(graph.call_function(aten.bmm.default, (other, product.args[0].args[0])))
@@ -315,9 +303,9 @@ def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _may_change(operator: Any) -> bool:
-    """Whether an operation writes to its arguments, or is random.
+    """Whether an operation writes to its arguments.
 
-    Batch norm writes to them without saying so in its schema.
+    Batch norm does so undeclared, and random numbers always differ.
     """
     schema = getattr(operator, "_schema", None)
     return schema is not None and (schema.is_mutable or "batch_norm" in schema.name or torch.Tag.nondeterministic_seeded in operator.tags)

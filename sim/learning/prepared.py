@@ -1,4 +1,4 @@
-"""Prepared: the initial state of virtual trainers, with collectives or parameter servers."""
+"""Prepared: initial state of virtual trainers, with collectives or parameter servers."""
 
 import contextlib
 import dataclasses
@@ -19,22 +19,22 @@ from fleetbench.workloads.models.registry import build_model, loss_of, placehold
 from fleetbench.workloads.training import HeldOut, sampler_of
 
 Progress = Callable[[int, int], None]
-"""Called with the number of steps done, and of all steps."""
+"""Callback that takes how many steps are done, and how many there are."""
 Say = Callable[[str], None]
-"""Called with a message about the memory that a training needs, before it takes it."""
+"""Callback that gets a message about memory before a training run takes it."""
 Look = Callable[[], None]
-"""Called before each batch of a trainer, or of all at once; may raise, for example at a time limit."""
+"""Callback before each batch of a trainer, or of all at once, that may raise to stop."""
 
 
 def never() -> None:
-    """Do nothing: the ``Look`` of a training without a limit."""
+    """The ``Look`` of a training run without a limit."""
 
 
 class Prepared:
-    """The data of an experiment, below ``folder``, its initial model, and joint batches of all trainers."""
+    """Data of an experiment, below ``folder``, its initial model, and all trainers' batches as joint batches."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        """Raises ``ConfigError`` if memory does not suffice for the models."""
+        """Prepare. Raises ``ConfigError`` if memory does not suffice for the models."""
         workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
         refuse_beyond(trainers, _LEAST_COPIES * sum(value.nbytes for value in placeholder_model(workload).parameters()))
         prepare(workload, seed, folder)
@@ -47,11 +47,11 @@ class Prepared:
 
 
 _LEAST_COPIES = 4
-"""Copies of the parameters: the initial model, one to evaluate, the trained one, and gradients."""
+"""Copies of the parameters: the model, one to evaluate, the trained one, and gradients."""
 
 
 def step_flops(workload: Workload) -> int:
-    """Return the estimated number of operations of the forward and backward of one trainer's batch."""
+    """Return the estimated operations of one trainer's forward and backward."""
     model = placeholder_model(workload)
     densely(model)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -61,22 +61,19 @@ def step_flops(workload: Workload) -> int:
 
 
 def densely(model: nn.Module) -> None:
-    """Give rows that were not touched gradients of zero.
-
-    Optimizers that take sparse gradients make the same update from them.
-    """
+    """Give untouched rows zero gradients, which is the same update for optimizers that take sparse ones."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False
 
 
 def free_bytes(device: str) -> int:
-    """Return the bytes of free memory on ``cpu`` or ``cuda``."""
+    """Return free bytes of memory, on ``cpu`` or ``cuda``."""
     return psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 def refuse_beyond(trainers: int, needed: int) -> None:
-    """Raise ``ConfigError`` if the trainers need more memory than is free."""
+    """Raise ``ConfigError`` if this many trainers need more memory than is free."""
     if needed > (free := free_bytes("cpu")):
         value = f"{counted(trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
         raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
@@ -84,9 +81,9 @@ def refuse_beyond(trainers: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread, and on a GPU with all digits of float32.
+    """Compute with one thread, because threads of small operations mostly wait.
 
-    Several threads of small operations wait for one another most of the time.
+    A GPU uses all digits of float32.
     """
     before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.set_num_threads(1)

@@ -24,10 +24,10 @@ from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
 
 
 class Replicas:
-    """In a step, ``compute`` leaves gradients, ``run`` executes operations, and ``scalar`` observes."""
+    """Replicas of a step: ``compute`` leaves gradients, ``run`` executes operations, ``scalar`` gives what is observed."""
 
     def __init__(self, model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> None:
-        """All trainers start with the parameters and buffers of ``model``, on its device."""
+        """Create replicas: all trainers begin with the parameters and buffers of ``model``, on its device."""
         self.trainers = plan.trainers
         self.shares, self.averages = sharing(plan, combination)
         members = 1 if self.shares else self.trainers
@@ -52,19 +52,19 @@ class Replicas:
         self._holds = False
 
     def arguments(self, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> Arguments:
-        """Return the arguments of a ``Way``, from joint batches ``(trainers * batch, ...)``."""
+        """Return the arguments of a ``Way`` for joint batches ``(trainers * batch, ...)``."""
         shape = (self.trainers, len(labels) // self.trainers)
         scaled = torch.tensor(scale, dtype=self._values[0].dtype, device=self._device)
         inputs, labels = (joint.to(self._device).view(*shape, *joint.shape[1:]) for joint in (inputs, labels))
         return self._values, [*self.buffers.values()], scaled, inputs, labels
 
     def begin_step(self, counted: int) -> None:
-        """Start a step with the learning rate of the step or update ``counted``."""
+        """Begin a step with the learning rate of the step or update ``counted``."""
         self._rate = learning_rate(self._workload, counted)
         self._holds = False
 
     def compute(self, way: Way, inputs: torch.Tensor, labels: torch.Tensor, scale: float) -> None:
-        """Run forward and backward of all trainers."""
+        """Compute forward and backward of all trainers."""
         gradients, self.losses, moved = way(*self.arguments(inputs, labels, scale))
         self._gradients = dict(zip(self.parameters, gradients, strict=True))
         self._scale = scale
@@ -73,14 +73,14 @@ class Replicas:
 
     @torch.no_grad()
     def run(self, operation: Operation) -> None:
-        """Execute one operation on all trainers."""
+        """Execute one operation, on all trainers."""
         kind = operation.kind
         if kind in COLLECTIVES:
             self._meet(operation)
         elif kind in ("accumulate", "release"):
             self._sum(operation)
         elif kind == "update":
-            assert operation.bucket is None, "buckets that update on their own change only the clock"
+            assert operation.bucket is None, "buckets that update alone change the clock, and nothing that is learnt"
             self._update([self._gradients[name] for name in self.parameters])
         elif kind in ("difference", "outer", "merge"):
             self._end_round(operation)
@@ -96,8 +96,7 @@ class Replicas:
 
     def _update(self, gradients: Tensors) -> None:
         rate = self._rate * self._combination.lr_scale
-        # much faster than the optimizer's own step
-        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:
+        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:  # in a fraction of the time of the optimizer's own step
             torch._foreach_add_(self._values, gradients, alpha=-rate)
             return
         self._optimizer.param_groups[0]["lr"] = rate
@@ -106,37 +105,36 @@ class Replicas:
         self._optimizer.step()
 
     def scalar(self, name: Scalar) -> float:
-        """Return a scalar that all trainers observe; ``found_inf`` also unscales the gradients."""
+        """Return what all trainers observe now; ``found_inf`` removes the loss scale from the gradients."""
         if name == "lr":
             return self._rate
         if name == "loss":
             return math.fsum(self.losses.tolist()) / self.trainers
         found, inverse = (torch.full((1,), value, device=self._device) for value in (0.0, 1.0 / self._scale))
         self._gradients = {name: gradient.contiguous() for name, gradient in self._gradients.items()}
-        # as torch.amp.GradScaler does
-        torch._amp_foreach_non_finite_check_and_unscale_([*self._gradients.values()], found, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_([*self._gradients.values()], found, inverse)  # as torch.amp.GradScaler does
         return float(found)
 
     @torch.no_grad()
     def evaluated(self) -> torch.Tensor:
-        """Return the trainers' mean parameters and floating-point buffers as one vector."""
+        """Return the mean over trainers of what an evaluation depends on: parameters, then floating-point buffers."""
         values = [*self.parameters.values(), *(buffer for buffer in self.buffers.values() if buffer.is_floating_point())]
         return torch.cat([value.detach().mean(0).reshape(-1) for value in values])
 
     def _sum(self, operation: Operation) -> None:
-        """Add a bucket's gradients to its sum, or replace its gradients by the sum over the divisor."""
+        """Add a bucket's gradients to its sum, or make the sum over the divisor its gradients."""
         assert operation.bucket is not None
         for name in self._plan.buckets[operation.bucket].gradients:
             if operation.kind == "release":
                 self._gradients[name] = self._sums.pop(name) / operation.divisor
             else:
-                gradient = self._gradients[name]  # the next step may reuse its memory
+                gradient = self._gradients[name]  # whose memory the next step's may take
                 self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient.clone()
 
     def _meet(self, operation: Operation) -> None:
         payload, bucket = operation.payload, operation.bucket
         if payload in ("agreement", "loss", "found_inf"):
-            return  # their results are known without communication
+            return  # what they tell is at hand
         if payload == "buffers" and operation.kind == "broadcast":
             self.buffers = {name: _stacked(buffer[0], self.trainers) for name, buffer in self.buffers.items()}
             return
@@ -177,10 +175,7 @@ class Replicas:
             self._gradients.update(zip(self._plan.buckets[bucket].gradients, values, strict=True))
 
     def _end_round(self, operation: Operation) -> None:
-        """Take the difference of a single trainer, step the outer optimizer, or merge.
-
-        The operation is for one fragment, or for the whole model.
-        """
+        """Take the difference of a single trainer, step the outer optimizer, or merge: one fragment, or the whole model."""
         plan = self._plan
         buckets = range(len(plan.buckets)) if operation.fragment is None else plan.fragments[operation.fragment]
         if operation.kind == "outer":
@@ -192,7 +187,7 @@ class Replicas:
                 self._arrive("delta", bucket, self._cargo("delta", plan.buckets[bucket].gradients))
 
     def _step_outside(self, buckets: Sequence[int]) -> None:
-        """Replace the mean differences by the outer optimizer's step, without its learning rate."""
+        """Turn the mean differences into the outer optimizer's step, without its rate."""
         outer = self._combination.outer
         assert outer is not None
         for bucket in buckets if outer.momentum else ():
@@ -201,9 +196,9 @@ class Replicas:
                 value.add_(velocity, alpha=outer.momentum) if outer.nesterov else value.copy_(velocity)
 
     def _merge(self, operation: Operation, buckets: Sequence[int]) -> None:
-        """Add the step to the snapshot, and set the parameters to it except for a share of them.
+        """Make snapshot plus step the new snapshot, and the parameters except for a kept share.
 
-        Averaged state and statistics follow.
+        Also averaged state.
         """
         outer, fragments = self._combination.outer, self._combination.fragments
         share = fragments.mixing if fragments is not None and operation.payload == "mixture" else 0.0
@@ -227,14 +222,14 @@ class Replicas:
 
 
 def sharing(plan: Plan, combination: Combination) -> tuple[bool, bool]:
-    """Whether all trainers share their parameters, and whether only the mean of their gradients is needed."""
+    """Return whether all trainers share their parameters, and whether only the mean of gradients is needed."""
     plain = all(is_plain(chain, plan.buckets[bucket].dtype) or chain[0].payload == "rows" for bucket, chain in plan.of_bucket.items())
     shares = not combination.is_local or (plan.trainers == 1 and combination.outer is None and combination.fragments is None)
     return shares, shares and plain
 
 
 def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> int:
-    """Return the largest number of bytes of the replicas, without what a forward keeps for its backward."""
+    """Return the largest memory of a training run's replicas, without activations."""
     one = sum(value.nbytes for value in model.parameters())
     shares, averages = sharing(plan, combination)
     own = one if shares else one * plan.trainers
@@ -247,23 +242,25 @@ def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:
 
 
 def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tensor:
-    """Return the mean over trainers, ``(1, ...)``, computed in parts so that differences stay in a cache."""
+    """Return the mean over trainers, ``(1, ...)``, in parts that fit into a cache."""
     sums = [(part - snapshot).sum(0) for part in values.split(max(1, CACHE_NBYTES // 8 // snapshot.nbytes))]
     return torch.stack(sums).sum(0, keepdim=True).div_(len(values))
 
 
 def _mean_buffer(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the mean of statistics, or the largest of counts: ``(1, ...)``."""
+    """Return the averaged statistics, or the largest count: ``(1, ...)``."""
     if buffer.is_floating_point():
         return buffer.to(torch.float64).mean(0, keepdim=True).to(buffer.dtype)
     return buffer.amax(0, keepdim=True)
 
 
 def _exchange(value: torch.Tensor, kind: str, parts: Parts) -> None:
-    """Execute one operation of a chain in place, on every rank's tensor ``(ranks, ...)``.
+    """One operation of a chain, in place, on every rank's tensor ``(ranks, ...)``.
 
-    Each of ``parts`` meets independently. After a reduce-scatter every rank holds the totals of all pieces,
-    not only of its own, so an all-gather has nothing left to do.
+    Each of ``parts`` meets for itself.
+
+    After a reduce-scatter every rank holds the totals of all pieces, not of its own alone, so that an
+    all-gather has nothing left to do.
     """
     if kind == "all_gather":
         return

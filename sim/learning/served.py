@@ -56,9 +56,9 @@ class Played(NamedTuple):
 
     @classmethod
     def of(cls, experiment: Experiment, look: Look = never) -> Self:
-        """Return the job and order of a simulation. ``look`` is called repeatedly, and may raise.
+        """Simulate the order; ``look`` is called repeatedly, and may raise.
 
-        Raises ``ConfigError`` if the experiment cannot be simulated or trained.
+        Raises ``ConfigError`` for what cannot be simulated or trained.
         """
         job, order = served_job(experiment, look), Order()
         execute(job, order=order, step_done=look)
@@ -68,7 +68,7 @@ class Played(NamedTuple):
 def served_job(experiment: Experiment, look: Look = never) -> Job:
     """Return the job of an experiment.
 
-    If its model has embeddings with sparse gradients, its messages have the sizes that the data determine.
+    With sparse embeddings, its messages have the sizes that the data give.
     """
     learnt = learnt_from(experiment)
     workload = learnt.workload
@@ -84,13 +84,12 @@ def served_job(experiment: Experiment, look: Look = never) -> Job:
 
 @torch.no_grad()
 def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
-    """Return the rows that the forwards of all trainers' steps read, found by hooks on a model."""
+    """Return the rows that the forwards of all trainers' steps read, from a model that learns nothing."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
     def note(number: int, _module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        # in the registry's models no module reads another's table
-        under_way.append((number, np.unique(inputs[0].numpy())))
+        under_way.append((number, np.unique(inputs[0].numpy())))  # no module of the registry's models reads another's table
 
     for module in sparse_embeddings(data.model):
         module.register_forward_pre_hook(partial(note, layout.table_of(module.weight)))
@@ -116,32 +115,28 @@ class _Trainer:
     """A trainer and its sender: between two steps, or after the forward of step ``index``."""
 
     flat: torch.Tensor
-    """Dense parameters. With GeoSGD these and ``tables`` are the trainer's own copy; otherwise those it
-    pulled last."""
+    """Dense parameters; with GeoSGD its own copy, like ``tables``, otherwise the last pulled ones."""
     tables: Tensors
-    """Tables. Without GeoSGD, scratch space of all trainers: rows are looked up before each forward."""
+    """Embeddings; without GeoSGD shared scratch space, because rows are looked up before each forward."""
     buffers: Tensors
     geo: GeoCopy | None
     pushed: list[deque[Change]]
-    """Changes on their way to each server."""
+    """Pushes in flight, by server."""
     pulled: dict[int, list[Array]] = dataclasses.field(default_factory=dict)
-    """Last answer of each server to a pull."""
+    """Last answer to a pull, by server."""
     queue: deque[Change] = dataclasses.field(default_factory=deque)
     """Gradients that the sender has not taken."""
     index: int = 0
     """Index of the current step."""
     gradients: tuple[torch.Tensor | None, ...] = ()
     rows: list[tuple[int, torch.Tensor, Array]] = dataclasses.field(default_factory=list)
-    """Rows for the next forward: a table, indices of its rows, and their values."""
+    """Rows of the next forward: a table, rows of it, their values."""
     num_answers: list[int] = dataclasses.field(default_factory=list)
-    """Number of look-ups of this step that each server has answered."""
+    """Number of look-ups of this step answered by each server."""
 
 
 class ServedReplay:
-    """One training in a given order.
-
-    Life cycle: created (the data are prepared, memory is checked), ``run``.
-    """
+    """A training run in a given order. Life cycle: created (data are prepared, memory is checked), ``run``."""
 
     def __init__(self, experiment: Experiment, played: Played, folder: Path, say: Say = lambda _: None, look: Look = never) -> None:
         self._begin_s = time.perf_counter()
@@ -152,13 +147,11 @@ class ServedReplay:
         self._look = look
         self._data = data = Prepared(learnt, folder)
         workload, cluster = learnt.workload, learnt.cluster
-        refuse_dense_optimizer(
-            data.model, dataclasses.replace(workload, optimizer="sgd")
-        )  # servers support sparse gradients with every optimizer
+        refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers take sparse gradients with all of them
         self._layout = layout = _layout(data.model)
         self.shards = layout.shards(cluster.servers)
         self._problem = Problem(model=data.model, compare=data.compare, trainers=cluster.trainers, shares=False, averages=False)
-        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers' steps are close to one another
+        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers are not far from one another
         self.num_bytes = self._expected_bytes()
         refuse_beyond(cluster.trainers, self.num_bytes)
         say(f"{counted(cluster.trainers, 'virtual trainer')} take {self.num_bytes / 1e6:.3g} MB")
@@ -167,14 +160,11 @@ class ServedReplay:
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
         self._losses = np.zeros((len(self._job.steps), cluster.trainers))
         self._sums: dict[int, torch.Tensor] = {}
-        """Sum of all trainers' parameters at an evaluated step, until all have ended the step."""
+        """Sum over trainers of their parameters, by evaluated step, until all have ended it."""
         self._held_out_losses: list[tuple[int, float]] = []
 
     def _expected_bytes(self) -> int:
-        """Return the largest expected number of bytes, without what a forward keeps for its backward.
-
-        It counts copies, gradients on their way, and the servers' data.
-        """
+        """Return the largest memory, without activations: copies, gradients in flight, and the servers' state."""
         layout, rules = self._layout, self._job.rules
         dense, tables = layout.flat.nbytes, sum(table.nbytes for table in layout.tables)
         own = 4 * (dense + tables) if self._geo else dense * (3 + rules.pushes_in_flight + min(rules.room, len(self._job.steps)))
@@ -199,7 +189,7 @@ class ServedReplay:
         )
 
     def run(self, progress: Progress | None = None, until: float | None = None) -> Trajectory:
-        """Train to the last act, or ``until`` a held-out loss, and evaluate the servers' parameters."""
+        """Train to the last act, or ``until`` a held-out loss is reached, and evaluate the servers' state."""
         total, done = self._losses.size, 0
         with contextlib.closing(self._data.batches):
             for act in self._order.acts:
@@ -229,12 +219,12 @@ class ServedReplay:
         )
 
     def evaluated(self) -> torch.Tensor:
-        """Return the servers' parameters and the trainers' mean buffers as one vector."""
+        """Return what an evaluation depends on as one vector: the servers' parameters, and the mean of buffers."""
         buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
         return self._vector(*self.held(), buffers)
 
     def held(self) -> tuple[torch.Tensor, Tensors]:
-        """Return the dense parameters and tables that the servers hold now."""
+        """Return the servers' current dense numbers and tables."""
         flat, tables = torch.empty_like(self._flat), [torch.empty_like(table) for table in self._tables]
         for shard in self.servers:
             for view, array in zip(views_of(self.shards, shard.server, flat, tables), shard.arrays, strict=True):
@@ -245,10 +235,13 @@ class ServedReplay:
         kept = [own for own, buffer in zip(buffers, self._data.model.buffers(), strict=True) if buffer.is_floating_point()]
         return torch.cat([value.reshape(-1).to(flat.dtype) for value in (*self._layout.parameters(flat, tables), *kept)])
 
-    # One method per act, by its role and kind
+    # What is done at an act: a method by its role and kind
 
     def _trainer_forward(self, act: Act) -> None:
-        """Compute a step; its gradient waits for the sender, or for the trainer's own update."""
+        """Compute a step's forward and backward.
+
+        Its gradient waits for the sender, or for the trainer's own update.
+        """
         one, batch_size = self._trainers[act.rank], self._learnt.workload.batch_size
         for table, rows, values in one.rows:
             one.tables[table][rows] = torch.from_numpy(values)
@@ -273,14 +266,13 @@ class ServedReplay:
 
     @torch.no_grad()
     def _trainer_update(self, act: Act) -> None:
-        """GeoSGD: a trainer's own step of SGD."""
+        """Apply a trainer's own step of SGD in GeoSGD."""
         one = self._trainers[act.rank]
         assert one.geo is not None
         rate, decay = self._rate(one), self._learnt.workload.weight_decay
         for value, gradient in zip(self._layout.parameters(one.flat, one.tables), one.gradients, strict=True):
             if gradient is not None:
-                # as torch.optim.SGD
-                value.add_(gradient.add(value, alpha=decay) if decay else gradient, alpha=-rate)
+                value.add_(gradient.add(value, alpha=decay) if decay else gradient, alpha=-rate)  # as torch.optim.SGD
         one.geo.mark(self._layout.touched(one.gradients))
         self._trainer_skip(act)
 
@@ -311,7 +303,7 @@ class ServedReplay:
                 one.geo.merge(server, dense, list(zip(rest[::2], rest[1::2], strict=True)))
 
     def _server_update(self, act: Act) -> None:
-        """Update with one trainer's push, or with those of all trainers whose pushes have arrived."""
+        """Update by one trainer's push, or by those of all whose pushes have arrived."""
         came = self._trainers if act.of is None else [self._trainers[act.of]]
         lines = [one.pushed[act.rank] for one in came]
         self.servers[act.rank].update([line.popleft() for line in lines if line], act.divisor)

@@ -1,8 +1,10 @@
-"""Trajectory: the results of virtual trainers as the simulator reads them, and their key.
+"""Trajectory: what virtual trainers have learnt, as the simulator reads it.
 
-The results depend on the updates and their order, not on the clock. So the key contains only the number of
-trainers and the ranks inside a node of the hierarchy from the cluster, and from the strategy only what
-changes an update. Experiments that differ in bandwidths, stragglers or fusion share one trajectory.
+And the key under which it is known.
+
+What is learnt depends on the updates and their order, and not on the clock: of the cluster only the number of
+trainers and the ranks inside a node of the hierarchy are in the key, and of the strategy only what changes an
+update. So experiments that differ in bandwidths, stragglers or fusion share one trajectory.
 """
 
 import dataclasses
@@ -32,17 +34,17 @@ WHO = "virtual trainers"
 """Source of the losses, in summaries."""
 
 CLOCK = named("plan clock")
-"""Fields that change when something happens, but not the learnt result, except for rounding."""
+"""Fields that change when something happens but, except for rounding, not what is learnt."""
 LEARNT = named("virtual")
-"""Fields that virtual trainers execute; fields that are in neither list are refused by name."""
+"""Fields that virtual trainers execute; those in neither list are refused by name."""
 _UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
-"""Fields of a workload that do not affect the learnt result."""
+"""Workload fields that do not affect what is learnt."""
 
 
 def learnt_from(experiment: Experiment) -> Experiment:
-    """Return the experiment with only the settings that virtual trainers depend on.
+    """Return the experiment with only the settings that virtual trainers learn from.
 
-    Raises ``ConfigError`` for settings that they do not execute.
+    Raises ``ConfigError`` for what they do not execute.
     """
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     who = "the simulator's training by virtual trainers"
@@ -52,7 +54,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
     hint = "leave it at its default, or leave --loss out"
     refuse_unexecuted(strategy, "strategy", SERVED if strategy.mode == "ps" else LEARNT | CLOCK, who, hint)
     if strategy.sharding and strategy.is_local:
-        raise ConfigError(f"{who} does not support workers of several trainers", "strategy.sharding", "true", hint)
+        raise ConfigError(f"{who} knows no workers of several trainers", "strategy.sharding", "true", hint)
     kept = strategy.without(*CLOCK)
     refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers
@@ -67,10 +69,10 @@ def learnt_from(experiment: Experiment) -> Experiment:
 
 
 def key_of(experiment: Experiment, order: Order | None = None) -> str:
-    """Return sixteen hexadecimal digits over everything that a trajectory depends on.
+    """Return 16 hexadecimal digits over everything that a trajectory depends on, including data and torch's version.
 
-    This includes the contents of its data and torch's version, but of an ``imagenet:`` folder only its path.
-    ``order``: the order of the acts of trainers with parameter servers, which the clock decides.
+    ``order``: that of trainers of parameter servers, which the clock decides. The path of an ``imagenet:``
+    folder counts, its contents do not.
     """
     canonical = learnt_from(experiment)
     kind, _, path = canonical.workload.data.partition(":")
@@ -83,33 +85,33 @@ def key_of(experiment: Experiment, order: Order | None = None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One training.
+    """Results of one training run.
 
-    It is also the simulator's source of observed scalars, which the strategy receives again.
+    It is also the simulator's source of scalars: the strategy observes the same again.
     """
 
     key: str
     workload: Workload
     first_step: int
-    """First step: below 1 if training warms up. ``losses`` has one row per step from there on."""
+    """Number of the first step, below 1 with a warm-up; one row per step from there on."""
     losses: npt.NDArray[np.float64]
     """Loss of every trainer's batch, ``(steps, trainers)``."""
     observed: Mapping[str, Mapping[int, float]]
-    """Values by step of ``loss``, the mean over trainers that a strategy was told, and of ``found_inf``."""
+    """Observed scalars by step: ``loss``, the mean over trainers, and ``found_inf``."""
     held_out: tuple[tuple[int, float], ...]
-    """``(step, loss)`` of every evaluation, at the mean of all trainers' parameters."""
+    """Step and loss of every evaluation, at the mean of all trainers' parameters."""
     final_loss: float
     """Held-out loss after the last averaging."""
     local_steps: tuple[int | None, ...]
-    """Length of the round that each step closed; ``None`` if it closed none."""
+    """Length of the round that each step ended; none if it ended none."""
     steps_per_epoch: int
     way: str
-    """Way in which gradients were computed: ``loop`` or ``graph``."""
+    """Method of computing gradients: ``loop`` or ``graph``."""
     num_bytes: int
-    """Largest number of bytes that the training was expected to need."""
+    """Largest memory that the training run was expected to take, in bytes."""
     seconds: float
 
-    def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # all ranks observe the same
+    def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # observed alike by all ranks
         """See ``fleetbench.declared.DeclaredScalars.scalar``."""
         return learning_rate(self.workload, step) if name == "lr" else self.observed[name][step]
 
@@ -118,24 +120,24 @@ class Trajectory:
         return float(self.losses[step - self.first_step].mean())
 
     def crossing(self, target: float | None) -> Crossing | None:
-        """Return the point at which it reaches the target, or ``None``."""
+        """Return where it reaches the target; none if it does not."""
         return crossing(self.held_out, target)
 
     @property
     def lowest(self) -> float | None:
-        """Lowest target that is reached; ``None`` with fewer than three evaluations."""
+        """Return the lowest target that is reached; none with fewer than three evaluations."""
         losses = [loss for _, loss in self.held_out]
         return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data without ``losses``."""
+        """Return plain data, without ``losses``."""
         data = dataclasses.asdict(dataclasses.replace(self, losses=np.empty(0))) | {"workload": encode(self.workload)}
         del data["losses"]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:
-        """Return the trajectory from the result of ``to_dict``, which may have passed through JSON."""
+        """Read the trajectory that ``to_dict`` gave, also through JSON."""
         observed = {name: {int(step): value for step, value in values.items()} for name, values in data["observed"].items()}
         held_out = tuple((step, loss) for step, loss in data["held_out"])
         workload = decode(data["workload"], Workload, "workload")
@@ -144,4 +146,5 @@ class Trajectory:
 
 
 Learn = Callable[[Experiment], Trajectory]
-"""Returns what an experiment's virtual trainers learn; several simulations may share it."""
+"""Function that returns what an experiment's virtual trainers learn, for several simulations that may share
+it."""

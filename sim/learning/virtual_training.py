@@ -1,6 +1,6 @@
-"""Training without a clock: the protocol of ``fleetbench.plan.drive`` over all trainers' replicas at once.
+"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once.
 
-It also has the store of trajectories.
+And the store of what was learnt.
 """
 
 import contextlib
@@ -70,12 +70,12 @@ def train(
         if experiment.strategy.mode == "ps":
             return ServedReplay(experiment, played or Played.of(experiment, look), Path(folder), say, look).run(progress, until)
         found = VirtualTraining(experiment, Path(folder), say=say, look=look).run(progress, until, at_least)
-    torch.cuda.empty_cache()  # the next process to compute there needs the memory
+    torch.cuda.empty_cache()  # the next who computes there is another process
     return found
 
 
 class VirtualTraining:
-    """One training. Life cycle: created (the data are prepared, memory is checked), ``run``."""
+    """One training. Life cycle: made (the data are prepared, memory is checked), ``run``."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``graph``, on this ``device``.
+        """``way``: ``loop`` or ``graph`` on this ``device``.
 
-        If it is ``None``, the faster one is chosen, on the device that the experiment names.
+        Where it is none, the faster one on the device that the experiment names.
         """
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
@@ -122,16 +122,14 @@ class VirtualTraining:
         """
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
-        one = slice(workload.batch_size)  # copied below: a slice would keep the whole joint batch in memory
-        # with the backward's own tensors
-        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())
+        one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
+        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
         fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
         parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
-        # a few parts gain nothing
-        together = problem.trainers if parts < 5 else problem.trainers // parts + 1
+        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few gain nothing
         at_once = in_loop + activations * (together - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
@@ -233,7 +231,7 @@ _HINT = "remove this folder: the virtual trainers then train again"
 
 
 class Trajectories:
-    """Returns trajectories, and trains those that are not stored yet."""
+    """Trains what is not known yet."""
 
     def __init__(self, root: Path, say: Say) -> None:
         """``root``: ``--out``."""

@@ -36,6 +36,7 @@ def hostile() -> Iterator[ModuleType]:
     yield from _campaign("hostile")
 
 
+@pytest.mark.slow
 def test_no_damaged_file_is_believed(damage: ModuleType, tmp_path: Path) -> None:
     """Every kind of file, cut in two places and with two bits flipped: refused, or read as it was. Without a digest: no traceback."""
     seen = set()
@@ -52,6 +53,7 @@ def test_no_damaged_file_is_believed(damage: ModuleType, tmp_path: Path) -> None
     assert {"refused", "begun anew"} <= seen
 
 
+@pytest.mark.slow
 def test_no_senseless_value_leaves_a_traceback(hostile: ModuleType, tmp_path: Path) -> None:
     """Every 100th pair of a key and a value: exit code 0, 2 or 3, in less than 20 s, and a hint."""
     pairs = hostile.pairs()[::100]

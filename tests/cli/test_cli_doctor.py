@@ -35,6 +35,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_every_section_is_there(findings: dict[str, dict[str, dict[str, str]]]) -> None:
     """Versions, machine, torch and network, with the facts that a report of a problem needs."""
     sections = findings["sections"]

@@ -149,7 +149,7 @@ def test_a_profile_is_not_taken_for_a_run(command: Callable, tmp_path: Path) -> 
         (folder / name).write_text("")
     ended = command("report", folder)
     assert ended.code == 2
-    assert "a profile, and no run" in ended.err
+    assert "a profile, not a run" in ended.err
     assert f"fleetbench sim {folder / 'measured.toml'}" in ended.err
 
 
@@ -213,4 +213,4 @@ def test_a_working_directory_that_is_gone_is_named(
     gone.rmdir()
     ended = command(*words)
     assert ended.code == 3
-    assert ended.err == "error: this machine: the working directory has been removed\nHINT: cd to a folder that is there\n"
+    assert ended.err == "error: this machine: the working directory has been removed\nHINT: cd to an existing folder\n"

@@ -71,4 +71,4 @@ def test_the_command_starts_in_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_without_a_command_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody would be started there."""
     assert main([command, "--workdir", "own"]) == 2
-    assert "--workdir: is the folder of a command" in capsys.readouterr().err
+    assert "--workdir: needs a command to start in that folder" in capsys.readouterr().err

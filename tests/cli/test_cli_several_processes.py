@@ -29,6 +29,7 @@ class _Tuned(Exception):  # noqa: N818  # it ends the command where the tuning w
     """Stands for the tuning."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("job")
 def test_the_experiments_own_workload_is_tuned(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trainer trains it, overrides included, and hands over the file's strategy itself."""

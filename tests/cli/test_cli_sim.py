@@ -56,7 +56,7 @@ def test_another_files_strategy_takes_the_experiments_place(command: Callable, e
     for file in (recommended, flat):
         ended = command("sim", file, "--out", tmp_path / "runs")
         assert ended.code == 2
-        assert "holds a strategy, and no experiment" in ended.err
+        assert "holds a strategy, not an experiment" in ended.err
         assert "--strategy" in ended.err
     missing = command("sim", path, "--strategy", tmp_path / "none.toml", "--out", tmp_path / "runs")
     assert (missing.code, "none.toml" in missing.err) == (2, True)

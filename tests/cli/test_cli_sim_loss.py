@@ -41,6 +41,7 @@ def test_loss_trains_before_it_simulates(command: Callable, path: Path, tmp_path
     assert command("sim", path, "--json", "--out", tmp_path / "runs").out.count('"final_loss": null') == 1
 
 
+@pytest.mark.slow
 def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, path: Path, tmp_path: Path) -> None:
     """Each seed's own training; the target of 0.5 is too low for 40 steps, so that no run arrives."""
     ended = command("sim", path, "--loss", "--seeds", "2", "--out", tmp_path / "runs")
@@ -53,6 +54,7 @@ def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, 
     assert data["intervals"]["final_loss"]["std"] > 0
 
 
+@pytest.mark.slow
 def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Path) -> None:
     """Asynchronous trainers have losses and staleness, in one run and over seeds; the second time nothing trains."""
     inter = "cluster.inter={ bandwidth = '1 Gbit/s', latency = '20 us' }"

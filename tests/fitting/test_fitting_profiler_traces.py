@@ -238,6 +238,7 @@ with profile(activities=[ProfilerActivity.CPU], schedule=cycles, on_trace_ready=
 """
 
 
+@pytest.mark.slow
 def test_torchs_own_trace_of_a_cpu_is_read(tmp_path: Path) -> None:
     """Two cycles of four steps: operators count, within the time of their step."""
     script, traces = tmp_path / "profiled.py", tmp_path / "traces"

@@ -57,6 +57,7 @@ def simulated(stragglers: StragglerFit, folder: Path, steps: int = 40_000) -> np
     return (table["forward_s"] + table["backward_s"]).to_numpy()[np.lexsort((table["step"], table["rank"]))].reshape(4, steps)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_profile_draws_the_steps_that_were_measured(seed: int, tmp_path: Path) -> None:
     """Of each rank and of the slowest one, 50, 95 and 99 % of the steps are as short within 3 %; steps are as alike as their neighbours."""
@@ -75,6 +76,7 @@ def test_a_profile_draws_the_steps_that_were_measured(seed: int, tmp_path: Path)
     assert isinstance(blocks, Blocks)
 
 
+@pytest.mark.slow
 def test_independent_draws_of_the_same_steps_are_other_steps(tmp_path: Path) -> None:
     """What the test above would not see by ranks alone: without blocks the slowest rank takes longer, and neighbours are not alike."""
     times = measured(5000, 0)

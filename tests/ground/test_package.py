@@ -55,6 +55,7 @@ def test_every_package_says_that_it_is_typed() -> None:
         assert (ROOT / package / "py.typed").exists()
 
 
+@pytest.mark.slow
 def test_sdist_and_wheel_hold_the_four_packages_and_nothing_else(tmp_path: Path) -> None:
     """Every source and data file of the packages, and no test, notebook or report; the wheel is built from the sdist."""
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

@@ -109,6 +109,7 @@ OTHERS = ("H800", "A800-SXM4-80GB", "H20", "NVIDIA GeForce RTX 4090 D", "NVIDIA 
 OTHERS += ("RTX", "Quadro RTX 6000", "RTX 6000", "H100 80GB HBM2e", "RTX PRO 6000 Max-Q", "NVIDIA", "", "H100x8", "900 GB/s, 24 GB")
 
 
+@pytest.mark.slow
 def test_gpus_are_known_by_every_usual_name() -> None:
     """Every GPU of the catalogue by its name in either case and as tools print it, in a file, as a preset, and by ``gpu_named``."""
     assert SPELLED.keys() == catalogue().gpus.keys()
@@ -339,7 +340,7 @@ def test_what_the_file_declares_itself_counts() -> None:
 def test_a_gpu_without_constants_of_nccl_is_said_to_be_assumed() -> None:
     """B200 is simulated as Hopper, and the description says so; H100 is not assumed."""
     said = {gpu: described({"cluster": {"preset": f"1 x 8 {gpu}"}, "run": NCCL}) or "" for gpu in ("B200", "H100")}
-    assert "assumed: NCCL's constants of Hopper" in said["B200"]
+    assert "assumed: NCCL's constants for Hopper" in said["B200"]
     assert "assumed" not in said["H100"]
 
 

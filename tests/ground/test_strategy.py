@@ -335,7 +335,8 @@ def test_an_exclusion_names_both_and_says_why() -> None:
     with pytest.raises(ConfigError) as error:
         DistributedStrategy(localsgd=True, sync_batch_norm=True)
     assert str(error.value) == (
-        "localsgd: Local SGD and sync_batch_norm exclude each other: it would meet in every layer of every step\nHINT: keep one of them"
+        "localsgd: Local SGD and sync_batch_norm exclude each other: "
+        "batch norm would synchronise in every layer of every step\nHINT: keep one of them"
     )
 
 

@@ -135,7 +135,7 @@ def test_parameters_travel_in_16_bits_and_gradients_do_not() -> None:
     (own,), (short,) = (operations({"stage": 3, "param_dtype": kind}, amp) for kind in ("own", "bfloat16"))
     halved = [f"{what} {int(size) // 2}" if "all_gather" in what else line for line in own for what, _, size in [line.rpartition(" ")]]
     assert short == halved != own
-    with pytest.raises(ConfigError, match=r"sharding_configs.param_dtype: computes in what it gathers"):
+    with pytest.raises(ConfigError, match=r"sharding_configs.param_dtype: is also the type of compute"):
         DistributedStrategy(sharding=True).replace(sharding_configs={"param_dtype": "bfloat16"})
 
 

@@ -85,6 +85,8 @@ def main() -> None:
         saved |= {f"{name}/{key}": value for key, value in train(fields, communicators).items()}
     group = communicators._group("world", 0)
     saved["threads"] = np.array(group._get_backend(torch.device("cpu")).options._threads)
+    in_turn = communicators._group("world", communicators.in_turn)
+    saved["threads in turn"] = np.array(in_turn._get_backend(torch.device("cpu")).options._threads)
     np.savez(output, **saved)
     communicators.barrier()
     communicators.close()

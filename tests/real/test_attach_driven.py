@@ -16,6 +16,7 @@ from real.leg import Leg
 SCRIPT = Path(__file__).with_name("driven_loops.py")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loop", ["Plain", "Closure", "Manual", "Accumulate"])
 def test_legs_of_a_plain_script(loop: str, forked_launches: ForkedLaunches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its default arm is what it gives to DistributedDataParallel; strategies change in the living process, and layers are measured."""

@@ -36,6 +36,7 @@ def assert_equal(found: list[Arrays], expected: list[Arrays]) -> None:
             np.testing.assert_array_equal(own[name], other[name], err_msg=f"{name} on rank {rank}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [None, "fuse_grad_size_in_MB = 0.001", "nccl_comm_num = 2\nsync_nccl_allreduce = false"])
 def test_training_is_that_of_the_script_alone(strategy: str | None, alone: list[Arrays], tmp_path: Path) -> None:
     """Losses, parameters, buffers and what evaluations see are the same in every loop."""
@@ -43,6 +44,7 @@ def test_training_is_that_of_the_script_alone(strategy: str | None, alone: list[
     assert (tmp_path / "job" / "attached").exists() == (strategy is not None), "the engine has trained, or did nothing"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [LOCAL, MERGED])
 def test_training_under_a_strategy_is_that_of_the_four_lines(strategy: str, tmp_path: Path) -> None:
     """Where the strategy changes training, also in loops whose closure makes the step."""

@@ -36,6 +36,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, list[Found]]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _of("layouts"))
 def test_strides_and_types_are_no_matter(found: dict[str, list[Found]], case: str) -> None:
     """Parameters and buffers with gaps, overlaps, and numbers of every kind begin as rank 0's, and train as averages taken by hand."""

@@ -106,6 +106,7 @@ def test_a_single_communicator_that_lies_is_found() -> None:
     others.close()
 
 
+@pytest.mark.slow
 def test_a_deadlock_of_two_communicators_is_reported_in_time(stop: threading.Event) -> None:
     """Two that block each other are given up after the timeout, although their threads are still stuck."""
     others = Others(2, lambda *_: None)

@@ -266,6 +266,7 @@ def test_a_compiler_that_fails_leaves_the_model_alone(traceable: Network, monkey
     assert trace(traceable) == before
 
 
+@pytest.mark.slow
 @DYNAMO
 def test_hooks_fire_between_the_blocks(traceable: Network) -> None:
     """After each block's backward come its own gradients; after a whole model's come all of them at once."""

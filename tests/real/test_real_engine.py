@@ -462,3 +462,47 @@ def test_a_subclass_of_an_optimizer_steps_once(others: ZeroTrainer) -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()]
     assert moved == [False, True, False, True]
     engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"sync_nccl_allreduce": False}, {"nccl_comm_num": 2, "sync_nccl_allreduce": False}])
+def test_a_plain_bucket_costs_its_all_reduce_alone(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """The strategy hears of all buckets when the last has set out, in the plan's order, and the recording replays."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(fuse_all_reduce_ops=False, **fields), others, record=True)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    train(engine, optimizer, 1)  # by the plan of before
+    heard: list[tuple[int, int]] = []
+
+    def note() -> None:
+        told = [event for _, event, _ in engine._decider.log or () if isinstance(event, BucketReady)]
+        heard.append((len(told), len(engine.executor._plain)))
+
+    engine.on_compute_end = note
+    train(engine, optimizer, 3)
+    assert heard == [(12 * before, 12) for before in range(3)]
+    (recording,) = engine.recordings()
+    assert [event.bucket for _, event, _ in recording.log if isinstance(event, BucketReady)] == 3 * [*range(12)]
+    assert recording.replayed(family(engine.strategy, engine.plan)) == [operations for *_, operations in recording.log]
+    engine.stopwatch.finish()
+    assert [step.record.bytes_sent for step in engine.stopwatch.steps] == 4 * [6 * (8 * 8 + 8) * 4]  # a half there, a half back
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"build_strategy": {"enable_sequential_execution": True}},
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False}},
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        {"localsgd": True},
+        {"find_unused_parameters": True},
+        {"bf16_allreduce": True},
+        {"nccl_comm_num": 2},
+    ],
+)
+def test_what_is_more_than_an_all_reduce_is_told_bucket_by_bucket(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """A bucket that is cast, merged, updated, looked through, waited for or ordered after another communicator's is no plain one."""
+    engine, _ = engine_of(six_layers(), others, fuse_all_reduce_ops=False, **fields)
+    assert not engine.executor.is_plain
+    engine.close()

@@ -71,6 +71,7 @@ BF16 = {"amp": True, "amp_configs": {"dtype": "bf16"}}
 SMALL_GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257, "positions": 1024}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "options", "recompute", "parameters"),
     [

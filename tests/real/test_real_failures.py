@@ -45,6 +45,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ["no_fault", "slow_save", "late_evaluation", "late_without_group"])
 def test_without_a_failure_both_ranks_end_well(ended: dict[str, list[dict[str, Any]]], case: str) -> None:
@@ -184,6 +185,7 @@ def test_a_rank_that_left_while_another_waits_is_named(ranks: list[Failures]) ->
     }
 
 
+@pytest.mark.slow
 def test_a_long_collective_after_others_have_come_to_their_exit_is_as_long_as_those_before(ranks: list[Failures]) -> None:
     """On a slow network the last one ends on one rank seconds before it does on another."""
     ranks[0].alone_s = 0.1
@@ -197,6 +199,7 @@ def test_a_long_collective_after_others_have_come_to_their_exit_is_as_long_as_th
     assert not any(one.has_failed for one in ranks)
 
 
+@pytest.mark.slow
 def test_a_collective_that_took_long_before_others_came_to_their_exit_has_time_to_end(ranks: list[Failures]) -> None:
     """One rank evaluates, the others wait for it, and it is the last to hear that all have met."""
     ranks[0].alone_s = 1.2

@@ -177,6 +177,7 @@ def test_an_interrupt_ends_the_workers() -> None:
     assert not _workers()
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
     """SIGKILL of the driver: the kernel ends the workers, and the next start takes its folder away."""
     script = tmp_path / "driver.py"

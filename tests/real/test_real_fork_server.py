@@ -49,6 +49,7 @@ def _script(tmp_path: Path, text: str, name: str = "script.py") -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_fork_sees_what_a_process_of_its_own_would(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Name, arguments, folder, variables, import path, an empty input: as ``python script.py``; torch is there before it asks."""
     script = _script(tmp_path, TELL)

@@ -64,6 +64,7 @@ def serve(*models: tuple[Path, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     return [torch.load(f"{path}.answer.pt", weights_only=True) for path, _ in models]
 
 
+@pytest.mark.slow
 def test_a_server_answers_as_the_model_does(tmp_path: Path) -> None:
     """For a batch of another size, in evaluation mode and full precision, whatever the strategy put into the model; training goes on."""
     models, expected = [], []

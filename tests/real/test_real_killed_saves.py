@@ -29,6 +29,7 @@ def trainings(tmp_path: Path, ranks: int, places: Sequence[str]) -> list[dict[st
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "places"),
     [

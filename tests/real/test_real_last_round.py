@@ -30,6 +30,7 @@ def _ends(end: str, folder: Path, ranks: int = 2) -> list[Ended]:
     return run_each_end(BEGIN, [f"os.environ.update({both}, RANK='{rank}', LOCAL_RANK='{rank}')\n{end}" for rank in range(ranks)], folder)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("end", ["train(7)", f"train(7, {DILOCO})", f"train(5, {FRAGMENTS})"], ids=["Local SGD", "DiLoCo", "fragments"])
 def test_a_round_that_the_script_leaves_open_is_said_once(end: str, tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_nothing_is_said_to_a_trainer_alone(tmp_path: Path) -> None:
     assert (ended.code, ROUND in ended.err) == (0, False), ended.err
 
 
+@pytest.mark.slow
 def test_it_is_said_after_the_scripts_own_group_is_destroyed(tmp_path: Path) -> None:
     """As many scripts end."""
     first, _ = _ends("train(7); torch.distributed.destroy_process_group()", tmp_path)

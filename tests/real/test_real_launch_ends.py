@@ -89,6 +89,7 @@ def launched(text: str, folder: Path, *processes: str) -> Iterator[Forked]:
         launch.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_save_is_completed_before_the_launch_ends(how: signal.Signals, tmp_path: Path) -> None:
     """Its trainers hear of it, take four seconds, and are still shown; a second SIGTERM changes nothing."""
@@ -102,6 +103,7 @@ def test_a_save_is_completed_before_the_launch_ends(how: signal.Signals, tmp_pat
     assert out.endswith("saved after 4 s\ninterrupted: all trainers were stopped\n")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_trainers_that_do_not_listen(tmp_path: Path) -> None:
     """The first leaves them their time."""
     with launched(DEAF, tmp_path, "--nproc", "1") as launch:
@@ -116,6 +118,7 @@ def test_a_second_ctrl_c_ends_trainers_that_do_not_listen(tmp_path: Path) -> Non
         assert not rank.is_running()
 
 
+@pytest.mark.slow
 def test_what_a_trainer_has_started_ends_after_it(tmp_path: Path) -> None:
     """Such as workers that load its data: it needs them for its last steps, and none is left over."""
     with launched(LOADS, tmp_path, "--nproc", "2") as launch:
@@ -138,6 +141,7 @@ def test_servers_serve_trainers_that_were_told_to_end(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["shard-00000-of-00001.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_launch_beside_another_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     """It says so, and hurts no log of the first."""
     with launched(SAVES, tmp_path, "--nproc", "1") as first:

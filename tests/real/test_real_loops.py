@@ -121,6 +121,7 @@ def _average(networks: list[torch.nn.Module]) -> None:
             tensor.copy_(mean)
 
 
+@pytest.mark.sample(3)
 @_of_type("float64")
 def test_a_loop_trains_as_it_says(results: list[Arrays], case: Case) -> None:
     """After every ``optimizer.step()`` each trainer holds the parameters of the written-out loop; DDP's are among the cases."""

@@ -80,6 +80,7 @@ def test_resnet50_has_the_published_parameters() -> None:
     assert [(name, parameter.numel()) for name, parameter in flowers.named_parameters()] == table
 
 
+@pytest.mark.slow
 def test_resnet50_computes_as_much_as_published() -> None:
     """4.09 G multiply-adds for an image of 224 x 224 (torchvision's table of models), which strides and sizes must be right for."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -157,6 +158,7 @@ def _experiment_of(config: object, folder: Path, **workload: Any) -> Experiment:
     return Experiment.from_dict({"workload": {"model": str(path), "data": "synthetic", **workload}})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("count", "config"), PUBLISHED)
 def test_a_config_json_is_a_model_with_the_published_parameters(count: int, config: dict[str, Any], tmp_path: Path) -> None:
     """Counted on the meta device; the resolved experiment names no file."""
@@ -301,6 +303,7 @@ def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss(name: str,
     assert np.mean(losses[-5:]) < 0.6 * math.log(2)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["resnet50", "bert_base"])
 def test_models_can_be_profiled(name: str) -> None:

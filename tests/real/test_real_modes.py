@@ -18,6 +18,7 @@ def _results(mode: str) -> list[Arrays]:
         return run_ranks(Path(__file__).with_name("modes_rank.py"), 2, folder, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["bfloat16 on meta", pytest.param("float64 and inference", marks=pytest.mark.slow)])
 def test_a_global_mode_changes_no_bit(mode: str, family: str) -> None:

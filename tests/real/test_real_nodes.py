@@ -54,7 +54,7 @@ def test_a_name_that_is_the_loopback_here_alone_is_refused(monkeypatch: pytest.M
     """As a host's own name that its system lists under 127.0.1.1; not where it is meant, or somebody has chosen an interface."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(joining, "interface_towards", lambda *_, **__: "lo")
-    with pytest.raises(EnvironmentLacks, match="no other machine reaches"):
+    with pytest.raises(EnvironmentLacks, match="no other machine comes"):
         joining.take_interface("node0", 1)
     joining.take_interface("localhost", 1)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

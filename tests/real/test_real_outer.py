@@ -78,6 +78,7 @@ def test_golden_numbers_of_torchft(ranks: Callable[[int, str], list[Arrays]], ba
             assert tuple(own[2:]) == row.agreed
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("number", "backend"), [(2, "gloo"), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((3, "gloo"), (2, "deferred")))]
@@ -110,6 +111,7 @@ def test_ranks_are_equal_bit_by_bit(ranks: Callable[[int, str], list[Arrays]], n
             np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_a_trainer_alone_steps_outside_too(ranks: Callable[[int, str], list[Arrays]]) -> None:
     """With one trainer the outer optimizer acts on its own differences: not the plain loop. Averaging alone is the plain loop."""
     (found,) = ranks(1, "gloo")

@@ -134,6 +134,7 @@ class WrittenOut:
                 self._land(0.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=() if case in SAMPLE else pytest.mark.slow) for case in CASES])
 def test_changed_weights_are_what_training_goes_on_from(results: list[Arrays], case: Case) -> None:
     """At every step every rank holds what the algorithm with the same change gives it; what cannot be right is refused on every rank."""
@@ -195,6 +196,7 @@ def test_another_memory_format_is_refused_while_buffers_have_the_old_one(others:
     engine.close()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -259,6 +259,7 @@ def test_injected_sleep_aims_at_totals_and_lateness_does_not_add_up(monkeypatch:
     assert len(sleeps) == 4
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_not_broken_and_its_delay_comes_at_the_end() -> None:
     """One graph, which ``fullgraph`` asks for, whatever the hooks; with X = 2 all 12 ms come after the backward."""
     sleeps: list[float] = []

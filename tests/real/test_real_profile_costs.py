@@ -311,6 +311,7 @@ def test_a_profile_without_compute_of_local_steps_is_refused() -> None:
         table(local_compute=0.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], gbit: float, backend: str) -> None:
@@ -336,6 +337,7 @@ def test_a_sharing_beyond_what_is_fitted_is_noted() -> None:
     assert sharing_notes((link(0.02, MS),), alone) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("optimizer", "given"), [("sgd", 20 * MS), ("adam", 3 * MS), ("sgd", 0)])
 def test_quantising_costs_what_it_was_given(run: Callable[..., RunResult], optimizer: str, given: int) -> None:
     """For 10^6 bytes in INT8, whatever else an exchange takes."""

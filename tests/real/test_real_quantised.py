@@ -59,6 +59,7 @@ def _mean(brought: list[Floats]) -> tuple[Floats, Floats]:
     return mean, off / np.float32(len(brought)) + scales / 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_mean_is_numpys_to_the_bit_on_all_ranks(ranks: list[Arrays], size: int) -> None:
     """Sizes that fill no block, one block, and do not divide by ranks."""

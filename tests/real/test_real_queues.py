@@ -42,6 +42,7 @@ def most_at_once(spans: Spans) -> int:
     return max(int(((spans[:, 2] <= begin) & (begin < spans[:, 3])).sum()) for begin in spans[:, 2])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["free", "in step", "in step on two", "free on two"])
 def test_gradients_are_the_mean_bit_for_bit(results: list[Arrays], name: str) -> None:
     """On both ranks, in every step, however many are under way."""
@@ -85,5 +86,6 @@ def test_buckets_begin_in_the_plans_order(results: list[Arrays], name: str) -> N
 
 
 def test_gloo_has_as_many_threads_as_a_plan_believes(results: list[Arrays]) -> None:
-    """Each carries one collective of the group."""
+    """Each carries one collective of the group; where all follow one another there is one."""
     assert [int(result["threads"]) for result in results] == [queue_depth("gloo")] * RANKS
+    assert [int(result["threads in turn"]) for result in results] == [1] * RANKS

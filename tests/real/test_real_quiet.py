@@ -103,8 +103,8 @@ def test_a_real_run_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.Ca
     more = ["--set", "workload.steps=100"]  # a second of them: what a shorter run saw of others counts for less
     assert main(["real", _experiment(tmp_path), *more, "--out", str(out)]) == 0
     said = capsys.readouterr()
-    assert "warning: the profile was measured on a busy machine: other programs computed on" in said.err
-    assert "warning: measured on a busy machine: other programs computed on" in said.err
+    assert "warning: the profile was measured on a busy machine: other programs used" in said.err
+    assert "warning: measured on a busy machine: other programs used" in said.err
     assert [path.name.endswith(".busy.toml") for path in (out / "profiles").iterdir()] == [True]
     (run,) = out.glob("busy-real-*")
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["foreign_cores"] > 0.15

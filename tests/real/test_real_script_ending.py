@@ -21,6 +21,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return dict(zip(SCRIPTS, run_each_end(HEAD, list(SCRIPTS.values()), tmp_path_factory.mktemp("ends")), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_ends_with_code_0(ended: dict[str, Ended], script: str) -> None:
     """Within seconds, and what it has printed is there."""

@@ -113,6 +113,7 @@ def test_legs_follow_each_other_in_one_launch(script: Open, notes: Path) -> None
     assert launches(notes) == ["legs record13 leg12 leg12 leg12 leg12 stop"]
 
 
+@pytest.mark.slow
 def test_a_start_from_the_beginning_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
     """The loss that the script reports, in means of 20 steps, says when the target was reached: 1 / step is below 0.04 from step 25 on."""
     base = Experiment.from_dict({"workload": {"target_loss": 0.04, "eval_every": 20}})
@@ -125,6 +126,7 @@ def test_a_start_from_the_beginning_is_a_launch_of_its_own(script: Open, notes: 
     assert run.summary.final_loss == pytest.approx(sum(1 / step for step in range(101, 121)) / 20)
 
 
+@pytest.mark.slow
 def test_what_a_process_can_have_only_once_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
     """Mixed precision neither follows full precision in a process, nor the other way round."""
     with script() as session:
@@ -133,6 +135,7 @@ def test_what_a_process_can_have_only_once_is_a_launch_of_its_own(script: Open, 
     assert launches(notes) == ["legs record13 stop", "legs leg12 leg12 stop", "legs leg12 leg12 stop"]
 
 
+@pytest.mark.slow
 def test_a_script_whose_data_end_is_started_again(script: Open, notes: Path) -> None:
     """Of 40 steps, 13 and two legs of 12 are done; the third leg is run by a second launch, and from then on none is begun in vain."""
     with script("*:*:total=40") as session:
@@ -150,6 +153,7 @@ def _run_pairs(session: ScriptSession, number: int) -> None:
             session.run(one)
 
 
+@pytest.mark.slow
 def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it is known how many steps a launch has, a pair that does not fit into the rest begins a new one."""
     monkeypatch.setattr(script_session, "_USED", math.inf)
@@ -160,6 +164,7 @@ def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path, 
     assert launches(notes)[1:] == ["legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("used", "found"), [(0.0, 3), (1e6, 1)], ids=["used", "as good as new"])
 def test_pairs_are_of_several_launches(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch, used: float, found: int) -> None:
     """A launch that legs have used for a share of its start makes room for the next pair's; the two legs of a pair share theirs."""
@@ -205,7 +210,7 @@ def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatc
 
     session = script()
     monkeypatch.setattr(session, "_launch_for", started)
-    with pytest.raises(LegLost, match="each time after a different number of steps") as caught:
+    with pytest.raises(LegLost, match="each time after another number of steps") as caught:
         session._run(leg())
     assert "tune.leg_steps" in (caught.value.hint or "")
 
@@ -236,6 +241,7 @@ def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_script_that_never_steps_is_named(tmp_path: Path) -> None:
     """One that wraps its model, and whose optimizer never steps, is told where a step ends; fleet's lines would not help it."""
     idle = tmp_path / "idle.py"
@@ -253,6 +259,7 @@ def test_a_script_that_never_steps_is_named(tmp_path: Path) -> None:
     assert "fleet.init" not in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> None:
     """A killed process need not be the strategy's doing: the leg is run again; a second time it is given up, by name."""
     with script("0:1:killed") as session:
@@ -265,6 +272,7 @@ def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> Non
         assert session.run(leg(DEFAULT)).summary.steps == 10
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("behaviour", "says", "where"),
     [
@@ -306,6 +314,7 @@ def test_a_loss_that_is_no_number_is_named_in_the_first_leg(script: Open) -> Non
         pass
 
 
+@pytest.mark.slow
 def test_a_launch_that_breaks_among_layer_times_is_replaced(script: Open) -> None:
     """As in the first leg, and in any other."""
     with script("0:0:killed", "1:1:killed") as session:
@@ -313,6 +322,7 @@ def test_a_launch_that_breaks_among_layer_times_is_replaced(script: Open) -> Non
     assert [note.rpartition(" was killed")[2] for note in session.notes] == [" by SIGKILL"] * 2
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the timeout, with the step at which it fell silent."""
     monkeypatch.setattr(launch, "_MARGIN_S", 0.2)

@@ -69,6 +69,7 @@ def _spread_momentum(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             other["momentum_buffer"].copy_(first["momentum_buffer"])
 
 
+@pytest.mark.sample(2)
 def test_switched_strategies_train_as_a_loop_that_does_the_same(trained: tuple[list[Arrays], DriverSide]) -> None:
     """After every one of 17 steps, on both ranks, to 12 digits; between averagings the ranks differ."""
     expected = _written_out()

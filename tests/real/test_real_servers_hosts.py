@@ -94,7 +94,7 @@ def test_an_address_that_is_taken_is_found_before_anything_starts() -> None:
     """Free ones are left free."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentLacks, match="the port cannot be used") as raised:
+        with pytest.raises(EnvironmentLacks, match="the port cannot be taken") as raised:
             require_addresses(place(f"127.0.0.1:{port}", "127.0.0.1:1"))
         assert (raised.value.value, bool(raised.value.hint)) == (f"127.0.0.1:{port}", True)
     free = place(f"127.0.0.1:{port}", "127.0.0.1:1")

@@ -115,6 +115,7 @@ def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> 
     assert [op for _, _, ops in result.recordings[0].log for op in ops] == [op for _, _, ops in result.recordings[1].log for op in ops]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_clocks_of_ranks_stay_comparable_where_evaluations_are_left_out(session: Session, experiment: Experiment, is_local: bool) -> None:
@@ -179,6 +180,7 @@ def test_local_sgd_meets_on_schedule_and_sends_less(session: Session) -> None:
     assert first[first["step"].isin([2, 3, 4])]["exposed_comm_s"].sum() == 0
 
 
+@pytest.mark.slow
 def test_a_leg_from_the_initial_parameters_repeats_itself(session: Session, experiment: Experiment) -> None:
     """Legs from the start lose alike, whatever ran between them; a leg that continues does not start over."""
     leg = Leg(strategy=experiment.strategy, steps=STEPS, start="initial", evaluate=True)
@@ -236,6 +238,7 @@ def test_a_leg_with_exchanges_in_flight_trains_on(session: Session) -> None:
     assert same.summary.steps_to_target == on.summary.steps_to_target
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL], ids=["synchronous", "local SGD"])
 def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session, strategy: DistributedStrategy) -> None:

@@ -34,6 +34,7 @@ def _of(name: str, what: str = "history", ranks: int = 2) -> npt.NDArray[np.gene
     return _launch(ranks)[0][f"{name}/{what}"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
@@ -116,6 +117,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(case: str, merge: int) 
         assert np.abs(history[0] - _of("float32")[0]).max() < 0.01 * way
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", WORKERS, ids=lambda case: case.name)
 def test_workers_of_several_trainers_train_as_their_loops_written_out(case: Case) -> None:
     """Each shard group updates alone; in the end all hold what the loops of all workers in one process agree on."""
@@ -126,6 +128,7 @@ def test_workers_of_several_trainers_train_as_their_loops_written_out(case: Case
         np.testing.assert_allclose(found[f"{case.name}/history"][0], first[rank // size].numpy(), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_workers_resume_with_their_outer_momentum(tmp_path: Path) -> None:
     """To the bit, between two rounds alone; workers of another size begin from the same model."""
     for rank in _launch(4, "workers", str(tmp_path)):
@@ -144,6 +147,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Arrays]]:
     return folder, _launch(2, "save", folder)
 
 
+@pytest.mark.sample(2)
 def test_a_resumed_training_is_the_same_to_the_bit(saves: tuple[str, list[Arrays]]) -> None:
     """As many trainers, the same strategy: parameters at the end are those of the training that went on."""
     folder, went_on = saves
@@ -152,6 +156,7 @@ def test_a_resumed_training_is_the_same_to_the_bit(saves: tuple[str, list[Arrays
             assert np.array_equal(rank[f"{case.name} from {case.name}"], other[case.name]), case.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_other_trainers_and_other_stages_go_on(saves: tuple[str, list[Arrays]], ranks: int) -> None:
     """Shards are cut anew: other stages go on from a save of stage 3, and four trainers from that of two."""

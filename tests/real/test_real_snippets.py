@@ -104,6 +104,7 @@ def test_the_warm_up_function_of_local_sgd(tmp_path: Path, k: int, steps_per_epo
         assert rank["averagings"].tolist() == [steps_per_epoch // steps for steps in published]
 
 
+@pytest.mark.slow
 def test_the_adaptive_function_of_local_sgd(tmp_path: Path) -> None:
     """K follows the averaged loss and the falling learning rate once an epoch, at its first averaging: as the written-out function."""
     epochs, steps_per_epoch, first_k = 5, 12, 2

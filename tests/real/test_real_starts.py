@@ -242,6 +242,7 @@ def test_two_ranks_of_nccl_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "torch.cuda.set_device" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_threads_of_the_environment_that_a_strategy_does_not_take_are_said(tmp_path: Path) -> None:
     """OpenMP's variable does not count beside ``thread_num``, whose default is 1."""
     begin = "import os, torch\nfrom fleetbench import DistributedStrategy, fleet"
@@ -272,6 +273,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_lone_script_ends_by_itself(tmp_path: Path) -> None:
     """With its own exit code or exception, and the script trains on."""
     (ended,) = run_each_end("", [FORKING], tmp_path)

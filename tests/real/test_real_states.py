@@ -65,6 +65,7 @@ def _written_out(name: str, rule: str) -> np.ndarray[Any, Any]:
     return np.array(history).swapaxes(0, 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "rule"), cases())
 def test_state_is_treated_as_the_rule_says(name: str, rule: str) -> None:
     """``reset`` and ``average`` are of momentum alone: second moments and counts of steps stay each trainer's own."""

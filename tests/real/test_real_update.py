@@ -136,6 +136,7 @@ def test_a_hidden_step_changes_nothing(kind: type[Optimizer], steps_before: int,
     assert torch.equal(parameters[2], before[0][2])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
 def test_a_step_in_parts_is_the_whole_step(kind: str, options: dict[str, Any]) -> None:
     """Stepped in three parts, by a schedule, with a state loaded and a group added on the way: the same bits, the same state."""
@@ -204,6 +205,7 @@ def test_the_fused_update_is_the_plain_one(kind: str, options: dict[str, Any], d
     _assert_same(other.state_dict(), one.state_dict(), **tolerance)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
 def test_the_update_is_one_kernel_where_torch_has_it(kind: str, options: dict[str, Any]) -> None:
     """Else it takes lists; so does a group of which some parameters have begun and others have not."""
@@ -241,6 +243,7 @@ def test_rows_are_never_given_to_the_kernel() -> None:
     assert results[1][0].tolist() == [[1, 1], [-0.5, -0.5], [1, 1], [-0.5, -0.5]]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "options"), ELEMENTWISE)
 def test_without_torchs_kernel_the_fused_update_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
     """The user's choice of implementation is kept: ``foreach=False`` gives the plain update's bits."""
@@ -448,6 +451,7 @@ def _averaging(model: nn.Module, others: ZeroTrainer, **configs: Any) -> Engine:
     return Engine(model, strategy, others)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "make",
     [

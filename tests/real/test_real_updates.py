@@ -191,6 +191,7 @@ STATES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STATES)
 def test_training_goes_on_from_a_save(engines: Engines, tmp_path: Path, name: str) -> None:
     """Bit for bit, as if there had been none."""

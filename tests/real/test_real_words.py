@@ -55,6 +55,7 @@ def test_words_are_numbered_by_frequency() -> None:
     assert capped.tolist() == [1, 1, 0, 1, -1, 0, 0]
 
 
+@pytest.mark.slow
 def test_pydocs_are_cpythons_topics(tmp_path: Path) -> None:
     """The vocabulary is that of a plain count over the topics, and a file of the same text gives the same pairs."""
     text = "\n\n".join(topics[name] for name in sorted(topics))

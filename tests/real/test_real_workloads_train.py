@@ -158,6 +158,7 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
         assert abs(float(text) - expected) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_launches")
 def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
     """Losses of every rank and step, warm-up too, held-out loss, plan and parameters at the end: those of ``fleetbench real``."""
@@ -180,6 +181,7 @@ def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
     assert len({part["parameters"] for part in (*parts, *other)}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_launches")
 def test_a_leg_of_an_experiment_is_a_leg_of_a_script(tmp_path: Path) -> None:
     """The experiment written as a loop with the four lines: equal losses of every rank and step, plans and parameters of three legs."""

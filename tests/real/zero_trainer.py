@@ -38,6 +38,7 @@ class ZeroTrainer:
         self._delay_s = delay_s
         self._lanes: list[Lane] = []
         self._carriers: list[ThreadPoolExecutor] = []
+        self._in_turn = ThreadPoolExecutor(1)
         self._update_lane: Lane | None = None
         self._lock = threading.Lock()
 
@@ -59,6 +60,11 @@ class ZeroTrainer:
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         group._register_backend(self.device, dist.ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, 1))
         return group
+
+    @property
+    def in_turn(self) -> int:
+        """See ``Communicators``."""
+        return -1
 
     def lane(self, communicator: int) -> Lane:
         """See ``Communicators``."""
@@ -86,12 +92,13 @@ class ZeroTrainer:
 
         def carry() -> None:
             try:
-                self.all_reduce(tensor, "mean", "world", communicator)
+                self.all_reduce(tensor, "mean", "world", max(communicator, 0))
             finally:
                 if ended is not None:
                     ended()
 
-        return _Carried(self._carriers[communicator].submit(carry))
+        carrier = self._in_turn if communicator == self.in_turn else self._carriers[communicator]
+        return _Carried(carrier.submit(carry))
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str, communicator: int) -> None:  # noqa: ARG002  # see require
         """Halve a mean: the other trainer adds nothing."""
@@ -113,7 +120,7 @@ class ZeroTrainer:
         """See ``Communicators``."""
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.close()
-        for carrier in self._carriers:
+        for carrier in (*self._carriers, self._in_turn):
             carrier.shutdown()
 
 

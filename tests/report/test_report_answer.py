@@ -75,6 +75,7 @@ def test_each_seed_has_its_runs_to_the_target(tuned: Path, recommendation: Recom
     assert tune.answer.seeds == ()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_nothing_is_cut_on_a_narrow_terminal(tuned: Path, recommendation: Recommendation, width: int) -> None:
     """Words are the same at every width, and no line is longer but for a path."""

@@ -205,6 +205,7 @@ for name in ("steps.parquet", "summary.json", "timeline.json.gz", "plan.json"):
 """
 
 
+@pytest.mark.slow
 def test_the_same_file_gives_the_same_bytes_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

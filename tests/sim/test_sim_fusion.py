@@ -58,6 +58,7 @@ def test_no_size_of_buckets_is_as_fast() -> None:
     assert in_ns(run({"fuse_all_reduce_ops": False}), "exposed_comm_s") == [230, 230]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 def test_the_best_partition_is_the_fastest_on_the_simulated_clock(engine: Engine) -> None:
     """Ten layers 70 ns apart at 100 + S: as fast as the best of all 512 partitions, which no size is, and MG-WFBP merges everything."""

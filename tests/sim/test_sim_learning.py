@@ -75,6 +75,7 @@ def _compare(
     np.testing.assert_allclose(training.replicas.evaluated().numpy(), learnt, **near)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if number % 14 else []) for number, name in enumerate(cases(2))]
 )
@@ -83,6 +84,7 @@ def test_two_trainers_learn_as_two_processes(name: str, real: Real, tmp_path: Pa
     _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "loop")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -99,6 +101,7 @@ def test_the_graph_learns_as_the_loop(name: str, real: Real, tmp_path: Path) -> 
     _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "graph")
 
 
+@pytest.mark.slow
 def test_a_graph_moves_statistics_as_the_loop() -> None:
     """Batch norm's statistics are each trainer's own: gradients, losses and buffers are the same in both ways."""
     torch.manual_seed(0)
@@ -117,6 +120,7 @@ def test_a_graph_moves_statistics_as_the_loop() -> None:
     assert torch.equal(buffers[0], _repeated(model[1].running_mean, 5)), "a way changes nothing that it is given"
 
 
+@pytest.mark.slow
 def test_a_graph_of_some_trainers_at_a_time_computes_as_one_of_all() -> None:
     """Five trainers in parts of three or two, of which the last overlaps, have the gradients, losses and statistics of the loop."""
     torch.manual_seed(0)

@@ -364,6 +364,7 @@ def test_the_clock_decides_what_is_learnt(workload: dict[str, Any], strategy: di
         simulate(slower, learnt=found)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [SYNCHRONOUS, ASYNCHRONOUS, geo_sgd(3)])
 def test_a_training_that_ends_at_its_target_is_the_whole_ones_beginning(strategy: dict[str, Any]) -> None:

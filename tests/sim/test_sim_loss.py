@@ -88,6 +88,7 @@ def test_what_was_learnt_from_something_else_is_refused() -> None:
             simulate(other, learnt=learnt)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_the_cluster_trains_once(tmp_path: Path) -> None:
     """Points that differ in the link share a trajectory, in memory and in the store; a point with another K has its own."""
     trained: list[str] = []
@@ -113,6 +114,7 @@ def test_a_sweep_of_the_cluster_trains_once(tmp_path: Path) -> None:
         sweep(_unprofiled(load, tmp_path), axes, learn=Trajectories(tmp_path / "runs", trained.append).of)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("workload", "says"),
     [
@@ -175,6 +177,7 @@ def _unprofiled(load: Any, folder: Path) -> Any:
     return resolved
 
 
+@pytest.mark.slow
 def test_seeds_that_never_arrive_count_as_the_latest(tmp_path: Path) -> None:
     """Every seed trains from parameters of its own; the median is over all runs, and none where fewer than half arrive."""
     experiment = _experiment("local, fleet", steps=30, target_loss=2.2)

@@ -148,6 +148,7 @@ def test_staleness_is_what_a_plain_count_gives() -> None:
     assert 0 < mean_staleness(execution) < trainers - 1
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("trainers", "service_ms"), [(1, 3), (4, 3), (4, 12)])
 def test_the_queue_is_the_machine_repairmans(trainers: int, service_ms: int) -> None:

@@ -148,6 +148,7 @@ def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], 
         assert "send_wait_times = 5" in found[0]["why"]
 
 
+@pytest.mark.slow
 def test_a_full_link_holds_exchanges_up() -> None:
     """Pushes of 4 MB at 80 Mbit/s take 0.4 s, pulls as long: many steps of 30 ms lie between two; K = 5 is reached."""
     slow = {"inter": {"bandwidth": "80 Mbit/s", "latency": "10 us"}}
@@ -299,6 +300,7 @@ def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixtu
     assert " updates (p95 " in lines[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("steps", [5, 20, 60])
 def test_throughput_is_never_above_what_links_carry(steps: int) -> None:
     """Four trainers' 4 MB a step are 160 ms on a server's link of 0.1 bytes/ns: 800 samples/s at most, though queues hold 16 steps."""
@@ -363,6 +365,7 @@ def test_a_big_table_is_kept_when_asked(monkeypatch: pytest.MonkeyPatch) -> None
     assert left_out.summary.wall_s == kept.summary.wall_s
 
 
+@pytest.mark.slow
 def test_what_if_leaves_out_what_servers_cannot_be_asked() -> None:
     """Without stragglers, with infinite bandwidth, with neither; and no rank is spared for nothing."""
     cases = what_if(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))

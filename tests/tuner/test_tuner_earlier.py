@@ -256,6 +256,7 @@ def test_what_an_earlier_finalist_has_spent_is_gone(tmp_path: Path) -> None:
     assert share(other) + left(other) + share(evidence) == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_settings_that_come_back_spend_no_error_twice(tmp_path: Path) -> None:
     """Judged at 2 %, then at 3 %, and at 2 % again: all looks together have 5 %, however often they come back."""
     evidence, spent = None, 0.0

@@ -149,6 +149,7 @@ def replayed(setting: Setting, whole: Evidence, known: Evidence) -> tuple[Done, 
     return wanted, asked
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", [seed if seed < FIRST else pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS)])
 def test_a_decision_depends_on_its_evidence_alone(seed: int, tmp_path: Path) -> None:
     """Cut anywhere, a random tuning goes on to the same verdict by the same legs; and all of its evidence at once gives it, too."""

@@ -69,6 +69,7 @@ def test_a_k_that_no_finalist_had_is_run_where_it_promises_to_be_first(c: float,
     assert any("local step (one run, no interval;" in note for note in found.notes) == (chosen != 16)
 
 
+@pytest.mark.slow
 def test_a_k_that_other_runs_have_named_is_run_with_all_seeds(tmp_path: Path) -> None:
     """By chance synchronous training is late under the first. Over all five it is first, and stays. K = 16 is surely later after three."""
     experiment = target_experiment(pairs=8, finalists=1)

@@ -185,6 +185,7 @@ def test_a_tuning_that_ran_out_of_time_begins_no_training_when_it_is_taken_up_ag
     assert again.notes == first.notes
 
 
+@pytest.mark.slow
 def test_legs_run_at_the_experiments_rate_and_runs_to_the_target_at_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate moves no clock, and one that is too high would leave the living script with no loss. The verdict says what it brings alone."""
     experiment = searched(tmp_path, lr_scale=(1.0, 2.0), pairs=8)[0]

@@ -210,6 +210,7 @@ def test_an_undecided_way_of_training_does_not_hide_a_sure_gain(tmp_path: Path, 
     assert [arm.name for arm in found.arms if arm.target is not None and arm.target.from_arm is None] == ["default", "local"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("deviation", "verdict"), [(0.02, "USE"), (0.25, "KEEP DEFAULT")])
 def test_a_scripts_verdict_knows_how_noisy_its_losses_are(tmp_path: Path, deviation: float, verdict: str) -> None:
     """1.3 times as fast a step, a tenth more updates: used where five seeds tell that, and else undecided, however alike the pairs are."""
@@ -256,6 +257,7 @@ def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None
     assert Recommendation.load(tmp_path).arms[1].target == found.arms[1].target
 
 
+@pytest.mark.slow
 def test_a_target_within_the_first_window_is_refused(tmp_path: Path) -> None:
     """Nothing tells when within it a script was there; the hint names what to set.
 

@@ -45,6 +45,7 @@ def test_the_planted_strategy_is_recommended(tmp_path: Path) -> None:
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy
 
 
+@pytest.mark.slow
 def test_a_simulator_that_is_wrong_is_corrected_by_real_runs(tmp_path: Path) -> None:
     """What the simulator likes best is slower for real than the default: the default stays."""
     experiment = layers_experiment()
@@ -109,6 +110,7 @@ def test_local_steps_need_a_target(tmp_path: Path) -> None:
     assert any("tune.local_steps stays 1" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_planted_k_that_misses_the_target_loses_to_what_reaches_it(tmp_path: Path) -> None:
     """Every K above 1 is twice as fast and misses the target: the synchronous gain is recommended instead."""
     experiment = target_experiment(trials=100)
@@ -121,6 +123,7 @@ def test_a_planted_k_that_misses_the_target_loses_to_what_reaches_it(tmp_path: P
     assert all(arm.strategy.local_steps > 1 and arm.measured_s < (0.008,) for arm in rejected)
 
 
+@pytest.mark.slow
 def test_local_steps_that_reach_the_target_are_recommended(tmp_path: Path) -> None:
     """The control of the test above: with the target reached in half of the time, K above 1 wins."""
     experiment = target_experiment(trials=100)
@@ -172,6 +175,7 @@ def test_progress_is_told_in_order(tmp_path: Path) -> None:
     assert [stage.split()[0] for stage in rest] == sorted(stage.split()[0] for stage in rest)
 
 
+@pytest.mark.slow
 def test_the_real_simulator_drives_a_whole_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Search and stored runs by the simulator, over a profile: local steps, sizes and threads all take part."""
     monkeypatch.setattr("tuner.tune._VIRTUAL_SEEDS", 2)

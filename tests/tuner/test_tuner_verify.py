@@ -112,6 +112,7 @@ def test_a_planted_gain_is_used(tmp_path: Path) -> None:
     assert str(found.noise).startswith("the default's own legs differ by 1.")
 
 
+@pytest.mark.slow
 def test_a_proved_gain_is_measured_until_it_is_known_how_large_it_is(tmp_path: Path) -> None:
     """Half of the time with 12 % of noise is known to be faster after four pairs, by how much is not: more are run, if there is room."""
     half = lambda strategy: 0.005 if strategy == FUSED else 0.010  # noqa: E731  # one line
@@ -205,6 +206,7 @@ def test_what_is_undecided_says_so_and_no_number_of_pairs_at_which_to_stop(tmp_p
     assert found.line.endswith("] in 6 pairs; one is fuse_grad_size_in_MB = 1.0")
 
 
+@pytest.mark.slow
 def test_a_finalist_without_a_gain_makes_room_for_the_next(tmp_path: Path) -> None:
     """One was fast by luck when the arms were ranked; two, which was slower then, is what gains."""
     two = DistributedStrategy(fuse_grad_size_in_MB=0.5)
@@ -558,6 +560,7 @@ def test_a_budget_has_fewer_seeds(tmp_path: Path) -> None:
     assert left_s / 60 < minutes < 2 * left_s / 60
 
 
+@pytest.mark.slow
 def test_a_metric_that_falls_at_the_target_rejects_a_finalist(tmp_path: Path) -> None:
     """In the mean of five seeds by 0.02, where 0.01 is allowed; where 0.03 is, the verdict says both. What no run reports is an error."""
     accuracy = {False: (0.95, 0.96, 0.94, 0.95, 0.95), True: (0.92, 0.95, 0.92, 0.93, 0.93)}

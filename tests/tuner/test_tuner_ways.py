@@ -390,6 +390,7 @@ def test_rounds_that_differ_are_timed_as_a_fixed_k_that_exchanges_as_often(tmp_p
     assert all(leg.evaluate == leg.strategy.adaptive_localsgd for leg in runner.legs if leg.strategy in (arm.strategy, arm.paced_by))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("configs", [AdaptiveLocalSGDConfigs(init_k_steps=8, variant="paper"), LocalSGDConfigs(k_steps=8, begin_step=12)])
 def test_a_fixed_k_takes_as_long_as_the_rounds_that_it_stands_for(
@@ -548,6 +549,7 @@ def test_where_no_time_is_left_for_seeds_the_ranking_stands(tmp_path: Path) -> N
     assert len(keys) == len(set(keys)), "no way is trained twice"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reached", ["never", "no time"])
 def test_what_is_not_known_to_arrive_is_not_recommended(reached: str, tmp_path: Path) -> None:
     """However fast its steps are, with fewer bits too; the notes say what to raise."""
@@ -579,6 +581,7 @@ def test_memory_is_that_of_the_recommended_strategy(tmp_path: Path) -> None:
     assert (kept.keeps, kept.fits_in_memory) == (True, True)
 
 
+@pytest.mark.slow
 def test_simulation_alone_says_where_virtual_trainers_are_not_asked(tmp_path: Path) -> None:
     """The seconds of a step rank then, and the cost in loss is named as unknown."""
     experiment = simulated_only(tmp_path)

@@ -34,6 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
     return answer
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "cause", "remedy"),
     [
@@ -69,6 +70,7 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
     assert [own[:15] for own in seen] == [(tmp_path / f"losses{rank}").read_text(encoding="ascii").split() for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_librarys_loop_is_told_from_its_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_librarys_loop_is_told_from_its_optimizer(
     assert seconds["the script's own code"] > 0.01 > seconds.get("optimizer", 0.0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command ends with its error, and stores nothing; the next start leaves the output that the error names."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the ranks' output is kept for the user
@@ -122,10 +125,11 @@ def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: p
     assert any("memory is too small" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["none", "8"], "no step that could be observed"),
+        (["none", "8"], "no step that could be looked at"),
         (["updates"], "in 1000 forwards no optimizer of the model has stepped"),
         pytest.param(["plain", "3"], "before enough of its", marks=pytest.mark.slow),
     ],
@@ -140,7 +144,7 @@ def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ([], "takes a command that trains or traces of one"),
+        ([], "takes either a command that trains, or traces"),
         (["trace.json", "--", "python", "train.py"], "no more than one of the two"),
         (["--link", "2", "--", sys.executable, SCRIPT], "is for traces"),
         (["missing.json"], "missing.json"),

@@ -111,6 +111,7 @@ def test_the_faster_interface_is_named(hosts: Network, tmp_path: Path) -> None:
     assert remark.remedy == "GLOO_SOCKET_IFNAME=two"
 
 
+@pytest.mark.slow
 def test_doctor_tests_links_on_this_machine(tmp_path: Path) -> None:
     """Ranks of its own, over the loopback: nothing is to be set, whatever other interfaces there are."""
     words = ["doctor", "--network", "--nproc", "2", "--json"]

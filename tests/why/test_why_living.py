@@ -16,6 +16,7 @@ def found() -> list[dict[str, Any]]:
     return [json.loads(str(rank["found"])) for rank in run_ranks(Path(__file__).with_name("living_rank.py"), 2)]
 
 
+@pytest.mark.slow
 def test_buckets_are_those_that_torch_makes(found: list[dict[str, Any]]) -> None:
     """At five caps, the default among them, each bucket has the bytes that torch's Reducer says."""
     for case in found[0]["buckets"]:

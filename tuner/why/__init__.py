@@ -1,1 +1,4 @@
-"""Why a script is slow: looks at it as it is (``explaining``), names causes, simulates each remedy and tries what the living script can."""
+"""Why a script is slow: observes it unchanged, names causes, simulates remedies and tries them.
+
+``explaining`` does all of it.
+"""

@@ -24,11 +24,12 @@ NETWORK, SLOW = "the network", "a slow rank"
 LEAST_SHARE = 0.02
 """Smallest share of a step that is a cause."""
 _LEAST_INPUT = 0.05
-"""Smallest share of a step that waiting for batches needs to be a cause: each loop takes its next batch from somewhere."""
+"""Smallest share of a step at which waiting for batches is a cause: every loop gets its next batch from
+somewhere."""
 _UNEVEN = 1.1
 """Ratio of two batches' sizes from which they are uneven."""
 _LEAST_CODE = 0.1
-"""Smallest share of a step that the script's own code needs to be a cause."""
+"""Smallest share of a step at which the script's own code is a cause."""
 _DOING: dict[Kind, str] = {
     "input": "waits for its batches",
     "forward": "computes its forward",
@@ -46,18 +47,22 @@ _DOING: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What pairs of legs in the living script came to: seconds per step, with and without a remedy."""
+    """Result of pairs of legs in the running script: seconds per step, with and without a remedy."""
 
     today_s: float
+    """Seconds per step without the remedy."""
     other_s: float
+    """Seconds per step with the remedy."""
     low_s: float
-    """Ends of the 90 % interval of ``other_s``, at the same seconds today."""
+    """Lower end of the 90 % interval of ``other_s``, for a fixed ``today_s``."""
     high_s: float
+    """Upper end of the 90 % interval of ``other_s``."""
     pairs: int
+    """Number of pairs."""
 
     @property
     def helps(self) -> bool:
-        """Whether the interval lies below today's seconds."""
+        """Whether the interval is below today's seconds."""
         return self.high_s < self.today_s
 
     def __str__(self) -> str:
@@ -71,24 +76,25 @@ class Cause:
     """One thing that makes a step longer."""
 
     name: str
-    """A heading: ``a slow rank``."""
+    """Name, used as a heading: ``a slow rank``."""
     what: str
-    """The evidence, as a sentence."""
+    """Evidence, as a sentence."""
     shares: tuple[Share, ...]
     """Parts of a step that it takes."""
     remedy: str = ""
-    """What to type or to do; empty: nothing is known that helps."""
+    """What to type or to do; empty if no remedy is known."""
     change: DdpChange | None = None
-    """The remedy, where the living script can try it."""
+    """Remedy that the running script can try; none if it cannot."""
     spares: bool = True
-    """Whether the remedy takes its shares away; or else ``change`` alone tells what it does."""
+    """Whether the remedy removes its shares; otherwise only ``change`` defines its effect."""
     trains_differently: str = ""
-    """How training changes by it."""
+    """How it changes training; empty if it does not."""
     interface: float | None = None
-    """By which factor it makes the link faster."""
+    """Factor by which it makes the link faster."""
     simulated_s: float | None = None
-    """Seconds of a step with the remedy, simulated from the job's own profile."""
+    """Seconds per step with the remedy, simulated from the job's own profile."""
     tried: Tried | None = None
+    """Result of trying the remedy; none if it was not tried."""
 
     @property
     def seconds(self) -> float:
@@ -98,35 +104,39 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All that is known of a job."""
+    """Everything known about a job."""
 
     logs: tuple[RankLog, ...]
+    """Records of all ranks."""
     shares: Shares
+    """Shares of a step."""
     alone: Readiness | None = None
+    """Readiness of gradients without an exchange; none if not measured."""
     links: Links | None = None
+    """Measured links; none if not measured."""
     transports: Transports | None = None
-    """NCCL's, where its log says them."""
+    """NCCL's transports, if its log has them."""
 
     @property
     def model(self) -> Model:
-        """Rank 0's."""
+        """Model of rank 0."""
         return self.logs[0].model
 
     @property
     def local_ranks(self) -> int:
-        """Ranks of rank 0's host."""
+        """Number of ranks on rank 0's host."""
         return sum(log.host == self.logs[0].host for log in self.logs)
 
 
 def causes_of(seen: Seen) -> list[Cause]:
-    """The causes; those of less than 2 % of a step are left out, but not settings whose costs no share shows."""
+    """Return the causes of at least 2 % of a step, and settings whose costs no share shows."""
     found = [*_ranks(seen), *_network(seen), *_regathers(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
 
 def _ranks(seen: Seen) -> Iterator[Cause]:
-    """Waits for other ranks, and the loaders of all ranks: one cause where a slow rank waits for its batches."""
+    """Yield waits for other ranks, and loaders; one cause if a slow rank waits for its batches."""
     inputs = list(_input(seen))
     waits = tuple(share for share in seen.shares.shares if share.rank is not None and share.period is None)
     rank = seen.shares.steady_rank
@@ -142,7 +152,10 @@ def _ranks(seen: Seen) -> Iterator[Cause]:
 
 
 def _changing_rank(seen: Seen, waits: tuple[Share, ...]) -> Cause:
-    """The slowest rank changes; with uneven batches where in half of the steps the largest is a tenth above the smallest."""
+    """Return the cause of a changing slowest rank.
+
+    It names uneven batches if in half of the steps the largest is a tenth above the smallest.
+    """
     steps = list(zip(*(log.batches for log in seen.logs), strict=False))
     ratios = [max(sizes) / min(sizes) for sizes in steps if max(sizes) > _UNEVEN * min(sizes) > 0]
     if not ratios or len(ratios) < len(steps) / 2:
@@ -155,7 +168,7 @@ def _changing_rank(seen: Seen, waits: tuple[Share, ...]) -> Cause:
 
 
 def _slow_rank(seen: Seen, rank: int, waits: tuple[Share, ...]) -> Cause:
-    """``waits`` for it, the longest first."""
+    """Return the cause of a slow rank; ``waits`` are those for it, the longest first."""
     kind, log, others = waits[0].kind, seen.logs[rank], [log for log in seen.logs if log.rank != rank]
     own_s, other_s = _own_s(log, kind), statistics.fmean(_own_s(other, kind) for other in others)
     what = f"rank {rank} {_DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
@@ -178,7 +191,7 @@ def _input(seen: Seen) -> Iterator[Cause]:
 
 
 def _more_workers(seen: Seen, rank: int) -> str:
-    """More processes that make batches; nothing where a batch is computed and no core is free."""
+    """Suggest more loader processes; empty if batches are computed and no core is free."""
     log = seen.logs[rank]
     if log.loader is None:
         return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
@@ -259,7 +272,7 @@ def _unused(seen: Seen) -> Iterator[Cause]:
 
 
 def _seldom(seen: Seen) -> Iterator[Cause]:
-    """Work that comes in some steps only, on all ranks or on one."""
+    """Yield work that occurs in some steps only, on all ranks or on one."""
     found = [share for share in seen.shares.shares if share.period is not None]
     for kind in dict.fromkeys(share.kind for share in found):
         shares = tuple(share for share in found if share.kind == kind)
@@ -278,7 +291,7 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
 
 
 def _loop(seen: Seen) -> Iterator[Cause]:
-    """What else a loop does: each computes its loss, and so a tenth of a step is no cause."""
+    """Yield other work of the loop. Every loop computes its loss, so a tenth of a step is no cause."""
     code, calls = seen.shares.part("loop"), seen.shares.part("collective")
     if total_s(code) >= _LEAST_CODE * seen.shares.step_s:
         what = f"code outside of forward, backward and update takes {milliseconds(total_s(code))} ms per step"
@@ -290,7 +303,10 @@ def _loop(seen: Seen) -> Iterator[Cause]:
 
 
 def _threads(seen: Seen) -> Iterator[Cause]:
-    """Threads of torch that are more than the cores, or fewer than half of them; on GPUs they matter little."""
+    """Yield threads of torch that exceed the cores, or are fewer than half of them.
+
+    On GPUs they hardly matter.
+    """
     log, ranks = seen.logs[0], seen.local_ranks
     fair = max(1, log.cores // ranks)
     if log.device != "cpu" or log.threads == fair:
@@ -306,7 +322,7 @@ def _threads(seen: Seen) -> Iterator[Cause]:
 
 
 def _own_s(log: RankLog, kind: Kind) -> float:
-    """Seconds per step of a rank's own."""
+    """Return the seconds per step of a rank's own work of a kind."""
     return sum(span.end_ns - span.start_ns for span in spans_of(log) if span.kind == kind) * 1e-9 / max(1, log.num_steps)
 
 
@@ -319,7 +335,10 @@ def _mostly(line: str) -> str:
 
 
 def _line(log: RankLog, kind: Kind, *, rare: bool = False) -> str:
-    """The script's line in which most samples of a kind fall, if that is a third of them; ``rare``: of its longest spans."""
+    """Return the script's line with most samples of a kind, if it has a third of them.
+
+    ``rare``: of its longest spans.
+    """
     spans = [span for span in spans_of(log) if span.kind == kind]
     longest = max((span.end_ns - span.start_ns for span in spans), default=0)
     spans = [span for span in spans if not rare or span.end_ns - span.start_ns > longest / 3]

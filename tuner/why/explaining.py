@@ -1,4 +1,4 @@
-"""Explaining: look at a command's ranks, name what makes their steps long, and what would make them shorter."""
+"""Explaining: observe a command's ranks, name what makes their steps long, and what would help."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from tuner.why.simulated import Additive, Simulated, simulated_of
 from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
-"""Steps that are watched, at most, and for which share of the time, about."""
+"""Largest number of steps that are observed, and the approximate share of the time for it."""
 _ALONE, _ALONE_S = 100, 3.0
-"""Steps without an exchange, at most, and for how long, about."""
+"""Largest number of steps without an exchange, and the approximate seconds for it."""
 _LONGEST_ALONE = 1.1
-"""Compute without an exchange, as a share of a step, from which it was disturbed."""
+"""Share of a step above which compute without an exchange counts as disturbed."""
 _TRACED = 6
-"""Steps that torch.profiler records."""
+"""Number of steps that torch.profiler records."""
 _WARMUP = 5
 BUCKETS = "the buckets"
 """Name of a cause."""
 _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
 _GAIN = 0.02
-"""Smallest gain, as a share of a step, by which a remedy is recommended."""
+"""Smallest gain, as a share of a step, for which a remedy is recommended."""
 _GAIN_OF_ROUNDING = 0.1
-"""Smallest gain, as a share of a step, by which a remedy is recommended that rounds gradients."""
+"""Smallest gain, as a share of a step, for which a remedy is recommended that rounds gradients."""
 _HIDDEN = 0.4
-"""Share of the exposed exchange from which buckets that would hide it are the cause, and not the network."""
+"""Share of the exposed exchange from which better buckets are the remedy instead of the network."""
 _TRIES = 3
-"""Remedies at most that are tried."""
+"""Largest number of remedies that are tried."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -63,11 +63,11 @@ def explain(
     workdir: Path | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Start the command, look at its steps, and end it.
+    """Start the command, observe its steps, and stop it.
 
-    ``seconds``: about so long from its start. ``traces``: record some steps with torch.profiler, whose shares then count, because a host's
-    times do not tell what its device does; by default on GPUs.
-    Raises ``ConfigError`` where nothing trains that could be looked at, ``LegFailed`` naming the rank that breaks.
+    ``seconds``: approximate time from its start. ``traces``: record some steps with torch.profiler and use
+    their shares, because a host's times do not show what its device does; default: on GPUs. Raises
+    ``ConfigError`` if nothing trains that could be observed, ``LegFailed`` with the rank that breaks.
     """
     began, tell, notes = time.monotonic(), progress or (lambda *_: None), list[str]()
     with LookedAt(command, run, workdir) as job:
@@ -86,7 +86,7 @@ def explain(
             notes += traced.shares.notes
         elif not (
             job.is_over or logs[0].scales_loss or logs[0].wrapper == "fleet" or seen.model.gathered_nbytes
-        ):  # a skipped step may be one rank's alone
+        ):  # a skipped step may affect one rank only
             seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
@@ -117,9 +117,9 @@ def explain(
 
 
 def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> float | None:
-    """Seconds of a step with all remedies that leave training as it is; None where the gain of none is known.
+    """Return seconds per step with all remedies that do not change training; none if no gain is known.
 
-    Those that were simulated are simulated together; those that were tried alone gain what they gained there.
+    Remedies that were simulated are simulated together; those that were only tried add their measured gains.
     """
     helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and _gain_s(cause, seen) > 0]
     together = [cause for cause in helpful if cause.simulated_s is not None]
@@ -139,9 +139,9 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
 
 
 def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
-    """Compute in steps without an exchange, with the parameters that got no gradient on any rank.
+    """Return compute in steps without an exchange, with parameters that got no gradient on some rank.
 
-    None if the script ends, if nothing was seen, or if that compute takes more than 1.1 of a step.
+    None if the script ends, if nothing was observed, or if that compute takes more than 1.1 of a step.
     """
     parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
     if job.is_over:
@@ -159,7 +159,10 @@ def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Re
 
 
 def _traced(job: LookedAt) -> TraceShares | None:
-    """Shares by torch.profiler. Calls of Python are recorded in other steps, because they slow the host; None if the script ends."""
+    """Return shares by torch.profiler; none if the script ends.
+
+    Python calls are recorded in separate steps, because they slow the host.
+    """
     found: list[TraceShares] = []
     for name, stacks in (("plain", False), ("calls", True)):
         job.look(Look(what="times", steps=_TRACED, warmup_steps=1, trace=name, stacks=stacks))
@@ -170,7 +173,7 @@ def _traced(job: LookedAt) -> TraceShares | None:
 
 
 def _numbers(seen: Seen) -> dict[str, float]:
-    """Milliseconds per step by what a rank does; waits for a rank are one number."""
+    """Return milliseconds per step by activity; all waits for ranks are one number."""
     numbers = {"fleetbench/step_ms": 1e3 * seen.shares.step_s}
     for share in seen.shares.shares:
         name = f"fleetbench/{share.kind if share.rank is None else 'wait'}_ms"
@@ -179,7 +182,7 @@ def _numbers(seen: Seen) -> dict[str, float]:
 
 
 def _simulate(cause: Cause, seen: Seen, simulated: Simulated | Additive | None) -> Cause:
-    """The cause with a step's seconds without it; a remedy that gains nothing is none."""
+    """Return the cause with the seconds per step without it; a remedy without a gain is dropped."""
     if simulated is None or not (cause.spares or cause.interface is not None):
         return cause
     after_s = simulated.step_s([cause])
@@ -207,9 +210,9 @@ def _better_buckets(seen: Seen, simulated: Simulated | Additive | None) -> Itera
 
 
 def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> list[Cause]:
-    """The causes, with what a step would be without the network's, unless other buckets hide a good part of it.
+    """Return the causes with the step time without the network's, unless other buckets hide much of it.
 
-    Where no setting makes the link faster, gradients of 16 bits are the remedy, if they gain a tenth of a step.
+    If no setting makes the link faster, 16-bit gradients are the remedy, if they gain a tenth of a step.
     """
     step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients", "gathers")
     hidden_s = max((step_s - cause.simulated_s for cause in causes if cause.name == BUCKETS and cause.simulated_s is not None), default=0.0)
@@ -226,7 +229,10 @@ def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additiv
 
 
 def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:
-    """The causes, with what the living script came to by their remedies; what does not help is no remedy, and no cause without a share."""
+    """Yield the causes with results of trying their remedies in the running script.
+
+    A remedy that does not help is dropped, and its cause, too, if it has no share.
+    """
     can_try = [c for c in causes if c.change is not None and (seen.logs[0].can_change or c.change.threads is not None) and not job.is_over]
     tried = sorted(can_try, key=lambda cause: -_gain_s(cause, seen))[:_TRIES]
     for cause in causes:
@@ -249,7 +255,7 @@ def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, 
 
 
 def _gain_s(cause: Cause, seen: Seen) -> float:
-    """Seconds per step that a step is shorter by without a cause: as tried, or else as simulated."""
+    """Return the seconds per step saved without a cause: as tried, or else as simulated."""
     today_s = seen.shares.step_s
     if cause.tried is not None:
         return (1 - cause.tried.other_s / cause.tried.today_s) * today_s if cause.tried.helps else 0.0

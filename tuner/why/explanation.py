@@ -1,4 +1,4 @@
-"""Explanation: what is known of a job's steps, why they take so long, and what would make them shorter."""
+"""Explanation: what is known about a job's steps, why they take so long, and what would make them shorter."""
 
 from dataclasses import dataclass
 
@@ -11,26 +11,31 @@ class Explanation:
     """Why a job's step takes as long as it does."""
 
     command: str
+    """Command that started the job."""
     ranks: int
+    """Number of ranks."""
     hosts: int | None
-    """None where it is not known."""
+    """Number of hosts; none if unknown."""
     device: str
+    """Device of the ranks."""
     shares: Shares
+    """Shares of a step."""
     alone_s: float | None
-    """Seconds of a step of one rank's compute without any exchange; None where the script ended before."""
+    """Seconds per step of one rank's compute without any exchange; none if the script ended before."""
     causes: tuple[Cause, ...]
-    """The largest gain first."""
+    """Causes, the largest gain first."""
     all_s: float | None
-    """Seconds of a step with all remedies, simulated; None where nothing was."""
+    """Seconds per step with all remedies, simulated; none if nothing was simulated."""
     foreign_cores: float | None
-    """Cores of this host that other programs computed on while the steps were watched."""
+    """Number of this host's cores that other programs used during the observation."""
     seconds: float
-    """Seconds that looking took, from the command's start."""
+    """Seconds of the observation, from the command's start."""
     step: tuple[tuple[int, str, float, float], ...] = ()
-    """One step across ranks: rank, what it does, start and duration in seconds."""
+    """One step across ranks: rank, activity, start and duration in seconds."""
     notes: tuple[str, ...] = ()
+    """Notes about the observation."""
 
     @property
     def efficiency(self) -> float | None:
-        """The share of what the ranks could do if nothing but compute took time."""
+        """Share of the ranks' possible throughput if only compute took time."""
         return None if self.alone_s is None else min(1.0, self.alone_s / self.shares.step_s)

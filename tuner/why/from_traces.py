@@ -21,13 +21,15 @@ _MORE: dict[Kind, str] = {
     "loop": "runs the script's own code for longer",
 }
 _LEAST_IDLE = 0.05
-"""Of a step: shorter gaps between kernels are no cause."""
+"""Share of a step below which gaps between kernels are no cause."""
 
 
 def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = None, ranks: int | None = None) -> Explanation:
-    """What the traces tell. ``link``: as if links were so many times as fast; ``ranks``: as if there were so many.
+    """Explain traces.
 
-    Raises ``ConfigError`` for files that are no traces, or whose steps cannot be told.
+    ``link``: as if links were this many times as fast; ``ranks``: as if there were this many.
+
+    Raises ``ConfigError`` for files that are no traces, or whose steps cannot be determined.
     """
     began = time.monotonic()
     found = read_shares(sources, where)
@@ -52,7 +54,7 @@ def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = 
 
 
 def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
-    """Causes of a slow step."""
+    """Yield causes of a slow step."""
     shares = found.shares
     least = LEAST_SHARE * shares.step_s
     for rank in sorted({share.rank for share in shares.shares if share.rank is not None}):
@@ -77,7 +79,7 @@ def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
 
 
 def _idle(found: TraceShares, idle: tuple[Share, ...]) -> Cause:
-    """A device that waits for its host: because the host waits for it, or launches kernels too late."""
+    """Return the cause of a device that waits for its host: a wait of the host, or late launches."""
     if found.host_waits and found.host_waits[0].idle_s >= _sum(idle) / 3:
         wait = found.host_waits[0]
         where = f" in {wait.caller}" if wait.caller else ""

@@ -1,4 +1,4 @@
-"""Remedies, simulated from the job's own profile: its compute alone, its buckets, its links."""
+"""Remedies, simulated from the job's own profile: its compute without exchange, its buckets, its links."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from sim.run import simulate
 from tuner.why.causes import Cause, Seen
 
 LARGEST_ERROR = 0.25
-"""Error of the simulated step as it is, as a share, up to which remedies are simulated."""
+"""Largest relative error of the simulated unchanged step with which remedies are simulated."""
 _STEPS = 20
 
 
 class Simulated:
-    """Steps of the job by the simulator, each as a share of its step as it is.
+    """Simulated steps of the job, relative to the simulated unchanged step.
 
-    A step is what the simulator executes (compute, buckets, buffers, a slow rank, the loop's own work) and what it does not: work that
-    comes now and then, collectives of the script's own, waits for a rank that changes from step to step. Compute takes
-    as long as it was seen to take beside the exchange; gradients are ready at the same shares of it as alone.
+    A step consists of what the simulator executes (compute, buckets, buffers, a slow rank, the loop's own
+    work) and what it does not: occasional work, the script's own collectives, waits for a rank that changes
+    from step to step. Compute takes as long as observed during the exchange; gradients are ready at the same
+    shares of it as without an exchange.
     """
 
     def __init__(self, seen: Seen, alone: Readiness, links: Links) -> None:
@@ -41,15 +42,15 @@ class Simulated:
 
     @property
     def error(self) -> float:
-        """By how much the step as it is comes out too long or too short, as a share."""
+        """Relative error of the simulated unchanged step."""
         return self._today_s / self._seen.shares.step_s - 1.0
 
     def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
-        """Seconds of a step with the remedies of these causes, with other buckets if ``cap_mb`` is given, and ``wire`` times the bytes."""
+        """Return seconds per step with these remedies, buckets of ``cap_mb``, ``wire`` times the bytes."""
         return max(0.0, self._seen.shares.step_s - self._today_s + self._total_s(causes, cap_mb, wire))
 
     def best_cap(self, caps: Sequence[float]) -> tuple[float, float]:
-        """The cap in MiB whose steps are the shortest, and these seconds."""
+        """Return the cap in MiB with the shortest steps, and these seconds."""
         return min(((cap, self.step_s((), cap)) for cap in caps), key=lambda found: found[1])
 
     def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
@@ -62,7 +63,7 @@ class Simulated:
         return beside + simulate(experiment, timeline=False, table=False).summary.step_s["mean"]
 
     def _is_executed(self, share: Share) -> bool:
-        """Whether the simulated step has this part of its own."""
+        """Whether the simulated step contains this part."""
         if share.rank is not None:
             return share.period is None and share.rank == self._steady
         return share.period is None and share.kind not in ("collective", "evaluate", "save")
@@ -94,13 +95,13 @@ class Simulated:
 
 
 class Additive:
-    """Steps of ``fully_shard`` without streams: its units are gathered and scattered beside no compute, so that parts of a step add up."""
+    """Steps of ``fully_shard`` without streams: exchanges do not overlap compute, so parts add up."""
 
     def __init__(self, seen: Seen) -> None:
         self._shares = seen.shares
 
     def step_s(self, causes: Sequence[Cause]) -> float:
-        """Seconds of a step with the remedies of these causes."""
+        """Return seconds per step with the remedies of these causes."""
         spared = {share for cause in causes if cause.spares for share in cause.shares}
         faster = max((cause.interface or 1.0 for cause in causes), default=1.0)
         exchanges = [share for share in self._shares.shares if share.kind in EXCHANGES and share.rank is None and share not in spared]
@@ -108,7 +109,7 @@ class Additive:
 
 
 def _beside(alone: Readiness, seen: Seen) -> Readiness:
-    """Readiness with forward and backward as long as they were seen to take in steps that exchange."""
+    """Return readiness with forward and backward as long as in steps that exchange."""
     seen_s, alone_ns = seen.shares.of("forward", "backward"), alone.forward_ns + alone.backward_ns
     slower = seen_s * 1e9 / alone_ns if seen_s and alone_ns else 1.0
     forward_ns, backward_ns, *ready_ns = (round(slower * ns) for ns in (alone.forward_ns, alone.backward_ns, *alone.ready_ns))
@@ -119,7 +120,10 @@ _HOST = ("input", "loop", "unused", "optimizer")
 
 
 def _layers(alone: Readiness, buckets: Sequence[DdpBucket], buffers_nbytes: int) -> tuple[LayerSpec, ...]:
-    """A layer for each bucket, whose backward ends when the bucket is ready; the last layer's is ready first."""
+    """Return a layer for each bucket, whose backward ends when the bucket is ready.
+
+    The last layer is ready first.
+    """
     ready, layers = 0, []
     for number, bucket in enumerate(buckets):
         layers.append(
@@ -136,7 +140,7 @@ def _layers(alone: Readiness, buckets: Sequence[DdpBucket], buffers_nbytes: int)
 
 
 def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]) -> Cluster:
-    """The job's ranks, with an all-reduce as it was measured among them."""
+    """Return the job's ranks, with the all-reduce as measured among them."""
     ranks, nodes = len(seen.logs), len(links.hosts)
     is_even = ranks % nodes == 0
     points = tuple(
@@ -156,7 +160,10 @@ def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]
 
 
 def simulated_of(seen: Seen) -> Simulated | Additive | None:
-    """The job's steps by the simulator; None where too little is known of it, or the step as it is comes out wrong."""
+    """Return the job's simulated steps.
+
+    None if too little is known, or if the unchanged step is simulated wrongly.
+    """
     if seen.model.gathered_nbytes:
         return Additive(seen)
     if seen.alone is None or seen.links is None or not seen.alone.names:

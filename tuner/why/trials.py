@@ -1,4 +1,4 @@
-"""Trials: a remedy in the living script, in pairs of legs with and without it."""
+"""Trials: a remedy in the running script, in pairs of legs with and without it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _PAIRS = 6
 _LEAST_PAIRS = 4
 _LEG_S, _LEAST_STEPS, _MOST_STEPS = 0.7, 8, 200
 _WARMUP = 3
-"""Steps: DDP lays its buckets out after the first."""
+"""Number of warm-up steps: DDP lays its buckets out after the first."""
 
 
 def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: float) -> Tried | None:
-    """Legs A B B A B A ..., until six pairs are there or the deadline (of ``time.monotonic``) has come; None with fewer than four pairs."""
+    """Run legs A B B A B A ... until there are six pairs or the deadline (``time.monotonic``) has passed.
+
+    None with fewer than four pairs.
+    """
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(_LEG_S / step_s)))
     found: list[tuple[float, float]] = []
     while len(found) < _PAIRS:
@@ -32,7 +35,7 @@ def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: floa
                 return _tried(found)
             legs[one] = statistics.fmean(part["step_s"] for part in parts)
         found.append((legs[DdpChange()], legs[change]))
-        if 2 * time.monotonic() - began > deadline_s:  # another pair would end behind it
+        if 2 * time.monotonic() - began > deadline_s:  # another pair would exceed it
             break
     return _tried(found)
 

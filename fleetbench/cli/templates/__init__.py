@@ -1,9 +1,9 @@
-"""Templates: what starts an experiment's trainers on a cluster, as text that a user reads, fills in and submits.
+"""Templates that start an experiment's trainers on a cluster, for a user to fill in and submit.
 
 ``slurm.sh`` is a batch script, ``torchrun.sh`` a script to be run on every node, ``kubernetes.yaml`` an
-indexed Job with the service through which its pods find pod 0. All three train by default; told
-``tune`` or ``inside``, they tune, with the driver outside of the workers or inside of them. ``slurm_servers.sh`` is the batch
-script of an experiment with parameter servers, which trains alone.
+indexed Job with the service through which its pods find pod 0. All three train by default; told ``tune`` or
+``inside``, they tune, with the driver outside of the workers or inside of them. ``slurm_servers.sh`` is the
+batch script of an experiment with parameter servers, which trains alone.
 """
 
 import json
@@ -31,9 +31,9 @@ _LABEL = 50
 def render_template(form: str, experiment: Experiment, path: Path, script: Sequence[str]) -> str:
     """The text for one form of launch: ``slurm``, ``torchrun`` or ``kubernetes``.
 
-    ``path`` is the experiment's file as the cluster's nodes see it. ``script`` is a Python file or
-    another program, with its arguments; without one, the experiment's own workload is trained. Raises
-    ``ConfigError`` for parameter servers in another form than ``slurm``, or without a Python file that starts them.
+    ``path`` is the experiment's file as the cluster's nodes see it. ``script`` is a Python file or another
+    program, with its arguments; without one, the experiment's own workload is trained. Raises ``ConfigError``
+    for parameter servers in another form than ``slurm``, or without a Python file that starts them.
     """
     experiment.cluster.require_even("a template starts as many trainers on every node")
     has_servers = experiment.strategy.mode == "ps"
@@ -49,7 +49,7 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
     )
     environment.filters["sh"] = _quoted
     environment.filters["text"] = json.dumps  # a JSON string is one of YAML's
-    # in commands and values Kubernetes puts variables for ``$(NAME)``, and one ``$`` for two: its API reference, Container v1 core, EnvVar
+    # Kubernetes replaces ``$(NAME)`` in commands and values, and ``$$`` by ``$`` (API reference, EnvVar)
     environment.filters["pod"] = lambda text: re.sub(r"\$(?=[$(])", "$$", text)
     environment.filters["counted"] = counted
     cluster, run = experiment.cluster, experiment.run
@@ -93,7 +93,7 @@ def _quoted(word: str) -> str:
 def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:
     if form != "slurm":
         hint = "--print slurm; or on every host: fleetbench launch --servers HOST:PORT,... --workers HOST:N,... train.py"
-        raise ConfigError('starts no parameter servers, which mode = "ps" asks for', "--print", form, hint)
+        raise ConfigError('starts no parameter servers, which mode = "ps" needs', "--print", form, hint)
     if not script or not script[0].endswith(".py"):
         hint = f"fleetbench launch --print slurm {shlex.quote(str(path))} -- train.py, a script that asks fleet.is_server()"
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Parameter servers: what trainer, background sender and server decide. Events in, operations out; executing them is elsewhere."""
+"""Parameter servers: decisions of trainer, background sender and server. Events in, operations out."""

@@ -1,4 +1,4 @@
-"""Rules: which of Fleet's three modes trainers and servers follow, with what bounds; and which server holds what."""
+"""Rules: which of Fleet's three modes a job follows, with which bounds, and which server holds what."""
 
 import math
 from dataclasses import dataclass
@@ -13,64 +13,73 @@ from fleetbench.support import refuse_unexecuted
 Mode = Literal["synchronous", "asynchronous", "geo_sgd"]
 
 CHOSEN_K = 800
-"""``k_steps = -1``: K of GeoSGD, where Fleet chooses it."""
+"""K of GeoSGD if ``k_steps = -1`` and Fleet's rule chooses GeoSGD."""
 COPIES = 5
-"""... and so many times the parameters must fit in a trainer's memory for that."""
+"""Number of copies of the parameters that must fit in a trainer's memory for that choice."""
 WAIT_NS = 10_000_000
-"""Fleet's pause between two looks at an empty queue; ``send_wait_times`` of them make a trainer idle."""
+"""Fleet's pause in ns between two checks of an empty queue; after ``send_wait_times`` of them a trainer is
+idle."""
 
 _EVERY, _NEARLY = 1.5, 0.9
-"""Steps between two exchanges, below which there is one after every step; and the share of K that is as good as K."""
+"""Mean number of steps between exchanges below which a note says "after every step", and share of K that
+counts as K."""
 
 SERVED = named("servers")
-"""Dotted names of the fields that trainers of parameter servers carry out; the others are refused when changed."""
+"""Dotted names of the fields that trainers of parameter servers carry out; others are refused when
+changed."""
 
 
 def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -> None:
-    """Raise ``ConfigError`` for a changed field that has no meaning with servers, or ``simulated`` ones alone have."""
+    """Raise ``ConfigError`` for a changed field that servers, or all except ``simulated`` ones, lack."""
     who, alone = "training with parameter servers", named("simulated")
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
     refuse_unexecuted(strategy, "strategy", SERVED | alone | (named("pieces") if strategy.overlap_push else set()), who, hint)
     if not simulated:
-        refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: fleetbench sim alone has it")
+        refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: only fleetbench sim executes it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRules(Config):
-    """What the three roles of a job have in common. The defaults are Fleet's.
+    """Rules that the three roles of a job share. The defaults are Fleet's.
 
-    A *gradient* is one step's. In GeoSGD a trainer hands no gradients on, but notes its steps; the
-    bounds on gradients hold for noted steps there.
+    A *gradient* is that of one step. In GeoSGD a trainer sends no gradients to its sender, but records its
+    steps; bounds on gradients then apply to recorded steps.
     """
 
     mode: Mode
+    """Mode of training."""
     trainers: int
+    """Number of trainers."""
     servers: int
+    """Number of servers."""
     k_steps: int = 0
-    """GeoSGD: at most so many steps between two exchanges."""
+    """Largest number of steps between two exchanges in GeoSGD."""
     max_merge: int = 1
-    """At most so many gradients are summed into a push."""
+    """Largest number of gradients summed into a push."""
     queue_size: int = 16
-    """Gradients handed to the sender that it has not taken; with so many, the trainer waits. GeoSGD: ``k_steps``."""
+    """Number of gradients waiting for the sender at which the trainer waits. GeoSGD uses ``k_steps``
+    instead."""
     pushes_in_flight: int = 1
-    """Pushes that not all servers have acknowledged."""
+    """Largest number of pushes that not all servers have acknowledged."""
     idle_ns: int = WAIT_NS
-    """A trainer that has been silent for so long is idle: what it has handed on goes out, be it ever so little."""
+    """Nanoseconds without a step after which a trainer is idle, and all its waiting gradients are sent."""
     independent_receive: bool = False
-    """Pulls go on beside pushes; off: a pull waits for the pushes before it, and pushes for the pull."""
+    """Whether pulls overlap pushes. If false, a pull waits for earlier pushes, and pushes wait for the
+    pull."""
     sends_before_receive: int = 1
-    """Gradients pushed between two pulls of dense parameters."""
+    """Number of gradients pushed between two pulls of dense parameters."""
     has_dense: bool = True
-    """Whether there are parameters that are pulled whole; rows of embeddings are pulled when they are looked up."""
+    """Whether there are dense parameters, which are pulled whole; rows of embeddings are pulled when they are
+    looked up."""
 
     @property
     def room(self) -> int:
-        """With so many gradients or noted steps handed on and not taken, the trainer waits."""
+        """Number of waiting gradients or recorded steps at which the trainer waits."""
         return self.k_steps if self.mode == "geo_sgd" else self.queue_size
 
 
 def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
-    """What ``k_steps = -1`` has become, in words, and why; none where the strategy says it itself."""
+    """Describe what ``k_steps = -1`` has become, and why; none if the strategy sets ``k_steps`` itself."""
     if not strategy.a_sync or strategy.a_sync_configs.k_steps >= 0:
         return None
     mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
@@ -78,9 +87,12 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
 
 
 def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """Of trainers that are idle within a step of ``step_s``: the field whose bound they never reach, and what happens instead.
+    """Return the field whose bound idle trainers never reach, and what happens instead.
 
-    ``apart``: steps between two exchanges in the mean, where they were counted: a full link holds them up.
+    None if there is none.
+
+    ``step_s``: seconds per step, in which trainers become idle. ``apart``: mean number of steps between two
+    exchanges, if counted, because a full link delays them.
     """
     name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
     if rules.mode == "synchronous" or most <= 1 or (apart or 0.0) >= _NEARLY * most or step_s * 1e9 <= rules.idle_ns:
@@ -106,11 +118,11 @@ def rules_of(
     has_dense: bool = True,
     simulated: bool = False,
 ) -> ServerRules:
-    """The rules of a strategy with ``mode = "ps"``.
+    """Return the rules of a strategy with ``mode = "ps"``.
 
-    ``optimizer``: sgd, momentum, adagrad, adam or sparse_adam. ``memory_bytes`` is what a trainer may use, none where
-    that is not known; with ``k_steps = -1``, GeoSGD is chosen for SGD where five times the parameters
-    fit in it. Raises ``ConfigError`` for a strategy or an optimizer that cannot be served.
+    ``optimizer``: sgd, momentum, adagrad, adam or sparse_adam. ``memory_bytes`` is what a trainer may use,
+    none if unknown; with ``k_steps = -1``, GeoSGD is chosen for SGD if five times the parameters fit in it.
+    Raises ``ConfigError`` for a strategy or an optimizer that servers do not support.
     """
     if strategy.mode != "ps":
         raise ConfigError("is no strategy of parameter servers", "strategy.mode", repr(strategy.mode), 'set mode = "ps"')
@@ -124,7 +136,7 @@ def rules_of(
         k_steps = CHOSEN_K if optimizer == "sgd" and fits else 0
     mode: Mode = "synchronous" if not strategy.a_sync else "geo_sgd" if k_steps > 0 else "asynchronous"
     if mode == "geo_sgd" and optimizer != "sgd":
-        what = "GeoSGD adds up what trainers' own steps changed, which is training for SGD alone"
+        what = "GeoSGD adds up the changes of trainers' own steps, which is correct only for SGD"
         raise ConfigError(what, "optimizer", repr(optimizer), "use SGD without momentum, or a_sync_configs.k_steps = 0")
     return ServerRules(
         mode=mode,
@@ -152,17 +164,21 @@ class Table(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """All parameters of a model over ``servers``: dense ones, as one vector in the model's order, by balanced ranges; embeddings by row."""
+    """All parameters of a model over ``servers``.
+
+    Dense parameters are one vector in the model's order, split into balanced ranges; embeddings are split by
+    row.
+    """
 
     servers: int
     dense: int
-    """Numbers in that vector."""
+    """Number of elements in the dense vector."""
     tables: tuple[Table, ...] = ()
 
     def dense_part(self, server: int) -> slice:
-        """A server's part of the dense vector; parts differ by at most one number."""
+        """Return a server's part of the dense vector; parts differ by at most one element."""
         return slice(server * self.dense // self.servers, (server + 1) * self.dense // self.servers)
 
     def num_rows(self, table: int, server: int) -> int:
-        """Rows of a table on a server: row r is row r // servers of server r % servers."""
+        """Return the number of a table's rows on a server: row r becomes row r // servers of r % servers."""
         return (self.tables[table].rows - server + self.servers - 1) // self.servers

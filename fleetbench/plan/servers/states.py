@@ -1,4 +1,7 @@
-"""States of the three roles: plain tuples of numbers and names, recorded, replayed, and saved as JSON; and what a role issues."""
+"""States of the three roles: plain tuples that are recorded, replayed and saved as JSON.
+
+And a role's operations.
+"""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,62 +12,66 @@ Awaited = Literal["room", "fresh", "rows", "drained"]
 
 
 class TrainerState(NamedTuple):
-    """A trainer: what it has handed to its sender, and what it waits for.
+    """State of a trainer: what it has given to its sender, and what it waits for.
 
-    Between two steps; then in a step, from ``StepBegin`` to its ``update`` or ``skip``. While ``waits``
-    names something, the executor starts nothing new of this trainer.
+    It is between two steps, or in a step, from ``StepBegin`` to its ``update`` or ``skip``. While ``waits``
+    names something, the executor starts nothing new for this trainer.
     """
 
     step: int | None = None
     in_step: bool = False
     next_id: int = 0
     queued: int = 0
-    """Gradients or noted steps handed on that the sender has not taken."""
+    """Number of gradients or recorded steps that the sender has not taken yet."""
     waits: Awaited | None = None
-    """Room in the sender's queue, parameters after a synchronous update, looked-up rows, or the end of a flush."""
+    """What the trainer waits for: room in the sender's queue, parameters after a synchronous update,
+    looked-up rows, or the end of a flush."""
     answers: int = 0
-    """Servers that have answered the look-up under way."""
+    """Number of servers that have answered the current look-up."""
     ends: bool = False
-    """No step follows."""
+    """Whether no step follows."""
 
 
 class SenderState(NamedTuple):
-    """A background sender: what it holds back, what is on its way, what it has to pull."""
+    """State of a background sender: what it holds back, what is in flight, what it has to pull."""
 
     next_id: int = 0
     queued: int = 0
     pushed: int = 0
-    """Pushes begun."""
+    """Number of pushes begun."""
     acknowledged: tuple[int, ...] = ()
-    """Of these, by server, those that it has applied."""
+    """Number of pushes that each server has applied."""
     unseen: int = 0
-    """Gradients pushed since the last pull began."""
+    """Number of gradients pushed since the last pull began."""
     pulling: bool = False
     answers: int = 0
-    """Servers that have answered the pull under way, or the synchronous push."""
+    """Number of servers that have answered the current pull, or the synchronous push."""
     idle: bool = False
-    """The trainer has been silent for a while, and something of before is still queued."""
+    """Whether the trainer has been silent for a while, and earlier gradients are still queued."""
     flushes: bool = False
     owes_pull: bool = False
-    """A flush has still to see what others changed."""
+    """Whether a flush still has to pull what others changed."""
 
     @property
     def in_flight(self) -> int:
-        """Pushes that not all servers have acknowledged."""
+        """Number of pushes that not all servers have acknowledged."""
         return self.pushed - min(self.acknowledged)
 
 
 class ServerState(NamedTuple):
-    """A server: whom it serves, and how often it has updated. Trainers are named by rank, in ascending order."""
+    """State of a server: which trainers it serves, and its number of updates.
+
+    Trainers are named by rank, ascending.
+    """
 
     next_id: int = 0
     version: int = 0
-    """Updates so far."""
+    """Number of updates so far."""
     initialised: bool = False
     joining: tuple[int, ...] = ()
-    """Trainers that wait for the parameters to be there."""
+    """Trainers that wait until the parameters are initialised."""
     arrived: tuple[int, ...] = ()
-    """Synchronous: trainers whose gradients of this round are here."""
+    """Trainers whose gradients of this synchronous round have arrived."""
     met: tuple[int, ...] = ()
     """Trainers that wait at a barrier."""
     left: tuple[int, ...] = ()
@@ -77,7 +84,7 @@ _TYPES: dict[str, type[RoleState]] = {"trainer": TrainerState, "sender": SenderS
 
 
 def state_of(role: Role, data: dict[str, Any]) -> RoleState:
-    """The state whose ``_asdict()`` went through JSON."""
+    """Return the state whose ``_asdict()`` went through JSON."""
     return _TYPES[role](**tupled(data))
 
 
@@ -89,16 +96,16 @@ class Issue:
         self._operations: list[Operation] = []
 
     def add(self, kind: Any, **fields: Any) -> None:
-        """One more operation, after the last."""
+        """Add an operation after the last."""
         after = (self._operations[-1].id,) if self._operations else ()
         self._operations.append(Operation(id=self.next_id, kind=kind, after=after, **fields))
         self.next_id += 1
 
     def send(self, group: str, message: str, **fields: Any) -> None:
-        """One more ``send`` of a ``message``."""
+        """Add a ``send`` of a ``message``."""
         self.add("send", group=group, message=message, **fields)
 
     @property
     def operations(self) -> Operations:
-        """In the order in which they start."""
+        """Operations in the order in which they start."""
         return tuple(self._operations)

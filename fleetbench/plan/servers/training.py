@@ -1,7 +1,7 @@
 """Training with parameter servers: trainer, background sender and server as three roles of one strategy.
 
 Each role is a serialised event loop of its own. Messages between two processes arrive in the order in
-which they were sent; which rank or server comes first is the network's business. The modes:
+which they were sent; the order between different ranks or servers is undefined. The modes:
 
 - *Synchronous*: a gradient of every trainer makes one update, by their mean; each waits for it.
 - *Asynchronous*: a trainer hands its gradient on and computes the next. Its sender sums up to
@@ -12,9 +12,9 @@ which they were sent; which rank or server comes first is the network's business
   += server - old; old = server. Dense parameters likewise, whole. ``old += delta`` leaves the rest of
   a change to later exchanges, in which the row was touched again.
 
-Who tells whom what (``send`` with ``message``, heard as ``Message`` with that ``kind``; ``rank`` of a
-message is the trainer's, from a server the server's; what is sent to several servers is cut into
-their shards):
+Messages (``send`` with ``message``, received as ``Message`` with that ``kind``; ``rank`` of a message is
+the trainer's, or the server's if a server sends it; a message to several servers is split into their
+shards):
 
 =========  ========  ==========  =====================================================================
 from       to        message     meaning
@@ -41,14 +41,14 @@ server     sender    barrier *   all are there
 server     trainer   rows        what was looked up
 =========  ========  ==========  =====================================================================
 
-What has a star goes out, or is waited for, on the executor's word alone, because a script asks for it or a
-clock says so: no trainer's or sender's role decides it, and their recordings do not hold it. What a server
-does about it is decided here. The executor alone also decides that
-servers write checkpoints, and that the job ends because a trainer was killed or hangs.
+The executor sends, or waits for, messages with a star because a script or a clock requires it: no trainer's
+or sender's role decides them, and recordings do not contain them. How a server responds is decided here.
+The executor also decides that servers write checkpoints, and that the job ends because a trainer was killed
+or hangs.
 
-Operations of a rank, where servers give them a meaning of their own:
+Operations of a rank that have a special meaning with servers:
 
-- ``wait``: the trainer goes no further until an event gives it something to do or frees it;
+- ``wait``: the trainer stops until an event gives it something to do or releases it;
 - ``merge`` of ``gradient``: take the ``count`` oldest gradients from the queue and sum them; of ``delta``:
   take the marked rows, delta = (latest - old) / ``divisor``, old += delta;
 - ``mark`` on a trainer: the step's rows are touched; on a server: the rows of ``rank``'s delta are changed
@@ -61,7 +61,7 @@ Operations of a rank, where servers give them a meaning of their own:
 - ``accumulate`` of ``delta``: add it, no optimizer;
 - ``stop``: all trainers have left, and the server ends.
 
-Rows and bytes are in no operation: which rows are marked is bookkeeping, and the executor's.
+No operation contains rows or bytes: the executor keeps track of which rows are marked.
 """
 
 from dataclasses import dataclass
@@ -75,18 +75,21 @@ from fleetbench.plan.servers.states import Issue, Role, RoleState, SenderState, 
 
 @dataclass(frozen=True, slots=True)
 class ServerTraining:
-    """Decides for the three roles by one set of rules and by messages alone: no ``whole_step``, and no scalar is observed."""
+    """Decides for the three roles from one set of rules and from messages only.
+
+    It has no ``whole_step`` and observes no scalar.
+    """
 
     rules: ServerRules
 
     def init(self, role: Role, rank: int, first_step: int = 1) -> RoleState:  # noqa: ARG002  # ranks of a role begin alike
-        """The state before the first event."""
+        """Return the state before the first event."""
         if role == "trainer":
             return TrainerState()
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()
 
     def on(self, state: RoleState, now_ns: int, event: Event) -> tuple[RoleState, Operations]:  # noqa: ARG002  # time comes as ``TimerFired``
-        """What a role starts now."""
+        """Return the operations that a role starts now."""
         if isinstance(state, TrainerState):
             return on_trainer(self.rules, state, event)
         if isinstance(state, SenderState):
@@ -95,9 +98,10 @@ class ServerTraining:
 
 
 def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[TrainerState, Operations]:
-    """What a trainer starts now. It computes gradients, or in GeoSGD trains its own copy, and hands on what its sender is to exchange.
+    """Return the operations that a trainer starts now.
 
-    It is told nothing but messages while ``state.waits``.
+    A trainer computes gradients, or in GeoSGD trains its own copy, and hands over what its sender is to
+    exchange. While ``state.waits``, it receives only messages.
     """
     issue = Issue(state.next_id)
     match event:
@@ -135,7 +139,7 @@ def _end_backward(rules: ServerRules, state: TrainerState, issue: Issue) -> Trai
 
 
 def _hand_on(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
-    """End a step: its gradient goes to the sender, or in GeoSGD it is applied here, and the sender learns of it."""
+    """End a step: its gradient goes to the sender, or in GeoSGD is applied here."""
     if rules.mode == "geo_sgd":
         issue.add("update")
         issue.add("mark", payload="rows")
@@ -167,7 +171,10 @@ def _hear(rules: ServerRules, state: TrainerState, event: Message, issue: Issue)
 
 
 def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[SenderState, Operations]:
-    """What a trainer's background sender starts now. It merges and pushes what was handed to it, and pulls what others changed."""
+    """Return the operations that a trainer's background sender starts now.
+
+    It merges and pushes what the trainer handed over, and pulls what others changed.
+    """
     issue = Issue(state.next_id)
     match event:
         case TimerFired():
@@ -175,7 +182,7 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
         case Message(kind="gradient" | "step"):
             state = state._replace(queued=state.queued + 1, idle=False)
             together = {"synchronous": 1, "asynchronous": rules.max_merge, "geo_sgd": rules.k_steps}[rules.mode]
-            if together > 1:  # gradients or noted steps of a push: some may be left over, and only a timer gets them out
+            if together > 1:  # a push of several gradients or steps: a timer flushes those that are left over
                 issue.add("set_timer", delay_ns=rules.idle_ns)
         case Message(kind="applied"):
             state = _acknowledge(state, event.rank)
@@ -195,7 +202,7 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
 
 
 def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, issue: Issue) -> SenderState:
-    """Parameters of one server: after a pull, or after a synchronous update, of which they are the acknowledgement."""
+    """Handle parameters of one server: after a pull, or as the acknowledgement of a synchronous update."""
     state = state._replace(answers=state.answers + 1)
     if rules.mode == "synchronous":
         state = _acknowledge(state, event.rank)
@@ -225,7 +232,7 @@ def _pull(state: SenderState, issue: Issue) -> SenderState:
 
 
 def _push_and_pull(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
-    """As much of pushing and pulling as may begin now."""
+    """Start as many pushes and pulls as possible now."""
     while True:
         owes_pull = rules.has_dense and (state.unseen >= rules.sends_before_receive or (state.owes_pull and not state.queued))
         is_due = state.queued >= rules.max_merge or ((state.idle or state.flushes) and state.queued > 0)
@@ -241,7 +248,7 @@ def _push_and_pull(rules: ServerRules, state: SenderState, issue: Issue) -> Send
 
 
 def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
-    """GeoSGD: push the deltas of the rows touched since the last exchange; after that, pull what others changed."""
+    """GeoSGD: push deltas of the rows touched since the last exchange; then pull what others changed."""
     if state.in_flight or state.pulling:
         return state
     if state.unseen or (state.owes_pull and not state.queued):
@@ -252,7 +259,10 @@ def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderSta
 
 
 def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch a message
-    """What a server starts now. It applies what trainers push, as it comes or round by round; ``rank`` is the trainer's."""
+    """Return the operations that a server starts now. ``rank`` is the trainer's.
+
+    A server applies what trainers push, immediately or round by round.
+    """
     if state.stopped or not isinstance(event, Message):
         return state, ()
     issue, rank = Issue(state.next_id), event.rank
@@ -298,7 +308,10 @@ def _join(state: ServerState, rank: int, issue: Issue) -> ServerState:
 
 
 def _close_round(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
-    """Synchronous: once all that are present have sent a gradient, one update by the mean of them. Who stands at a barrier owes none."""
+    """Synchronous: once all present trainers have sent a gradient, update by their mean.
+
+    Trainers that wait at a barrier need not send one.
+    """
     if not state.arrived or not _present(rules, state) <= {*state.arrived, *state.met}:
         return state
     num = len(state.arrived)
@@ -317,7 +330,7 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
 
 
 def _leave(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
-    """A trainer has left: the others no longer wait for it. After the last one the server ends."""
+    """Handle a trainer that has left: others no longer wait for it. After the last one the server ends."""
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
         issue.add("stop")

@@ -1,10 +1,10 @@
 """Data: prepared once by the driver, read by every rank through a ``Reader``.
 
-Below the folder of a launch lie ``data.json`` (the kind of data, its type, the folder of its images),
-``y_train.npy``, ``x_eval.npy`` and ``y_eval.npy``, and ``x_train.npy`` or, for images that are
-decoded when they are read, ``paths_train.npy``. Arrays of bytes are images, normalised on reading.
-Pairs of words have ``counts.npy`` and ``words.json``, words by their number, and get their negatives on reading;
-``planted_eval.npy`` has the probabilities that synthetic clicks of the held-out split were drawn with.
+A launch's folder contains ``data.json`` (the kind of data, its type, the folder of its images),
+``y_train.npy``, ``x_eval.npy`` and ``y_eval.npy``, and ``x_train.npy`` or, for images that are decoded on
+reading, ``paths_train.npy``. Arrays of bytes are images, normalised on reading. Pairs of words have
+``counts.npy`` and ``words.json``, words by their number, and get their negatives on reading.
+``planted_eval.npy`` has the probabilities from which synthetic clicks of the held-out split were drawn.
 """
 
 import gzip
@@ -29,17 +29,17 @@ Array = npt.NDArray[np.generic]
 Labels = npt.NDArray[np.int64]
 
 MASK = NUM_BYTES
-"""The token in the place of a masked byte."""
+"""Token in the place of a masked byte."""
 _BLOTCHES = 8
-"""Blotches a side that tell the classes of synthetic images apart."""
+"""Number of blotches per side that distinguish the classes of synthetic images."""
 _BIAS, _SPREAD = -1.5, 0.4
-"""Of planted log-odds: what they are without features, and how much each feature moves them."""
+"""Planted log-odds: their value without features, and the standard deviation of each feature's effect."""
 HELD_OUT = 5
 """Every fifth sample is held out."""
 
 
 def prepare(workload: Workload, seed: int, folder: Path) -> None:
-    """Write below ``folder`` what the ranks read. Raises ``ConfigError`` for data that cannot be read."""
+    """Write the ranks' data below ``folder``. Raises ``ConfigError`` for data that cannot be read."""
     check_model(workload)
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = {"dtype": workload.dtype}
@@ -56,7 +56,7 @@ def prepare(workload: Workload, seed: int, folder: Path) -> None:
 
 
 def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> dict[str, Any]:
-    """Write the arrays; what else there is to know of them."""
+    """Write the arrays, and return the other facts about them."""
     read = read_data(workload, seed)
     inputs, labels = read.inputs, read.labels
     known: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> dict[str, An
 
 
 def open_batches(workload: Workload, folder: Path, sampler: Sampler) -> Reader:
-    """The reader of this rank's batches; ``close`` it when done."""
+    """Return the reader of this rank's batches; ``close`` it after use."""
     images = _described(folder).get("images")
     if images is None:
         pairs = _described(folder).get("pairs")
@@ -96,7 +96,7 @@ def open_batches(workload: Workload, folder: Path, sampler: Sampler) -> Reader:
 
 
 class Batches:
-    """A ``Reader`` of arrays, which it maps."""
+    """A ``Reader`` of memory-mapped arrays."""
 
     def __init__(self, folder: Path, sampler: Sampler) -> None:
         self._inputs = np.asarray(np.load(folder / "x_train.npy", mmap_mode="r"))
@@ -106,39 +106,39 @@ class Batches:
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs ``(batch, ...)`` and labels ``(batch,)`` of the step at ``position``."""
-        chosen = self.sampler.indices(position)  # taken in half of the time that an index needs
+        chosen = self.sampler.indices(position)  # ``take`` needs half the time of indexing
         return numbers_of(self._inputs.take(chosen, axis=0), self._dtype), torch.from_numpy(self._labels.take(chosen))
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 class PairBatches(Batches):
-    """Pairs of words: inputs ``(batch, 2 + negatives)``, the middle word, its neighbour, and fresh negatives; labels 0."""
+    """Pairs of words: inputs ``(batch, 2 + negatives)``: middle word, neighbour, negatives; labels 0."""
 
     def __init__(self, folder: Path, sampler: Sampler, num_negatives: int, seed: int) -> None:
         super().__init__(folder, sampler)
         self._negatives = Negatives(np.load(folder / "counts.npy"), num_negatives, seed)
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Reader``."""
+        """Return a batch; see ``Reader``."""
         pairs, labels = super().batch(position)
         negatives = self._negatives.drawn(position, self.sampler.rank * self.sampler.batch_size, len(pairs))
         return torch.cat([pairs, torch.from_numpy(negatives)], dim=1), labels
 
 
 def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels that no trainer learns from."""
+    """Return inputs and labels that no trainer learns from."""
     return numbers_of(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
 
 
 def num_training_samples(folder: Path) -> int:
-    """Samples that trainers learn from."""
+    """Return the number of samples that trainers learn from."""
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
 
 
 def numbers_of(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Inputs as a model takes them: bytes are images, which are normalised."""
+    """Return inputs as a model takes them: bytes are images, which are normalised."""
     return normalise(torch.from_numpy(inputs), dtype) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
@@ -151,7 +151,10 @@ def _dtype(folder: Path) -> torch.dtype:
 
 
 def read_data(workload: Workload, seed: int) -> Read:
-    """A workload's data; raises ``ConfigError`` for a file that cannot be read, or that holds too little."""
+    """Return a workload's data.
+
+    Raises ``ConfigError`` for a file that cannot be read, or that holds too little.
+    """
     if INPUTS[workload.model] == "pairs":
         return read_pairs(workload, seed)
     if INPUTS[workload.model] == "clicks":
@@ -167,8 +170,8 @@ def read_data(workload: Workload, seed: int) -> Read:
 
 
 def _digits() -> tuple[Array, Labels]:
-    """scikit-learn's 1,797 digits, 8 x 8, scaled to 0..1."""
-    found = find_spec("sklearn")  # its file, because to import it takes a second of every process that prepares data
+    """Return scikit-learn's 1,797 digits, 8 x 8, scaled to 0..1."""
+    found = find_spec("sklearn")  # read the file, because importing sklearn takes a second in every process that prepares data
     assert found is not None
     assert found.origin is not None
     with gzip.open(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt", encoding="ascii") as file:
@@ -188,11 +191,14 @@ def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
     features, classes = (64, 10) if inputs == "digits" else (model_option(workload, "features"), model_option(workload, "classes"))
     noise = float(workload.data_options.get("noise", 0.0))
     samples, labels = _taught(generator, size["samples"], features, classes, size.get("teacher", 0), noise)
-    return (samples.reshape(-1, 8, 8) if features == 64 else samples), labels  # as the digits
+    return (samples.reshape(-1, 8, 8) if features == 64 else samples), labels  # the shape of digits
 
 
 def _taught(generator: np.random.Generator, samples: int, features: int, classes: int, hidden: int, noise: float) -> tuple[Array, Labels]:
-    """Normal numbers labelled by a random teacher, linear or of ``hidden`` units; of a share of ``noise`` the labels say nothing."""
+    """Return normal numbers labelled by a random teacher, linear or with ``hidden`` units.
+
+    A share of ``noise`` of the labels is random.
+    """
     inputs = told = generator.standard_normal((samples, features))
     if hidden:
         told = np.tanh(inputs @ generator.standard_normal((features, hidden)) * (2 / features**0.5))
@@ -203,7 +209,7 @@ def _taught(generator: np.random.Generator, samples: int, features: int, classes
 
 
 def _blotches(generator: np.random.Generator, samples: int, size: int, classes: int) -> tuple[Array, Labels]:
-    """Images ``(samples, 3, size, size)`` of bytes: a class's own 8 x 8 blotches of colour, half of it noise."""
+    """Return images ``(samples, 3, size, size)`` of bytes: half class blotches, half noise."""
     patterns = generator.integers(0, 128, (classes, 3, _BLOTCHES, _BLOTCHES), dtype=np.uint8)
     labels = generator.integers(0, classes, samples)
     blotch = np.arange(size) * _BLOTCHES // size
@@ -214,14 +220,14 @@ def _blotches(generator: np.random.Generator, samples: int, size: int, classes: 
 
 
 def _bags(generator: np.random.Generator, shape: tuple[int, int], vocab: int, classes: int) -> tuple[Array, Labels]:
-    """Tokens ``(samples, length)``; every token speaks for some classes, and their sum decides."""
+    """Return tokens ``(samples, length)``; each token votes for some classes, and the sum decides."""
     tokens = generator.integers(0, vocab, shape)
     votes = generator.standard_normal((vocab, classes))
     return tokens, np.array([votes[sample].sum(axis=0).argmax() for sample in tokens])
 
 
 def _masked_bytes(text: bytes, length: int, seed: int, name: str) -> tuple[Array, Labels]:
-    """Pieces of ``length`` bytes laid end to end, in each of which one byte, the label, is masked."""
+    """Return consecutive pieces of ``length`` bytes, each with one masked byte, which is the label."""
     num_samples = len(text) // length
     if num_samples == 0:
         raise ConfigError(f"has no {length} bytes", "workload.data", repr(name), "a longer text, or a smaller workload.data_options.length")
@@ -234,18 +240,20 @@ def _masked_bytes(text: bytes, length: int, seed: int, name: str) -> tuple[Array
 
 
 def hashed(column: npt.ArrayLike, value: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
-    """Row of a category: SplitMix64's hash of column (from 0) x 2^33 + value (below 2^33), modulo ``rows``; both broadcast."""
+    """Return the row of a category: SplitMix64 of column x 2^33 + value (below 2^33), modulo ``rows``.
+
+    Both arguments broadcast.
+    """
     words = (np.asarray(column, dtype=np.uint64) << np.uint64(33)) + np.asarray(value, dtype=np.uint64)
     return np.asarray(splitmix64(words) % np.uint64(rows), dtype=np.int64)
 
 
 def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) -> Read:
-    """Samples ``(samples, 39)``, laid out as ``fleetbench.workloads.models.sparse`` says, with labels 0 and 1, from known probabilities.
+    """Return samples ``(samples, 39)`` with labels 0 and 1 from known probabilities.
 
-    Their log-odds are linear in 13 normal numbers and in the weights of 26 categories.
-
-    Each column has ``num_categories`` values, frequent and rare ones (Zipf, exponent 1). No classifier
-    has a larger expected AUC than the one that ranks by ``planted``.
+    Their layout is that of ``fleetbench.workloads.models.sparse``. Their log-odds are linear in 13 normal
+    numbers and in the weights of 26 categories. Each column has ``num_categories`` values, frequent and rare
+    ones (Zipf, exponent 1). No classifier has a larger expected AUC than the one that ranks by ``planted``.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     chance = 1.0 / np.arange(1, num_categories + 1)

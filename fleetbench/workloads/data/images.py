@@ -1,8 +1,8 @@
-"""Images: ImageNet's folder, a JPEG file of it to the pixels that a model is trained or evaluated with, and their reader.
+"""Images: ImageNet's folder, its JPEG files as pixels for training or evaluation, and their reader.
 
-The folder has ``train/``, ``val/`` and the lists ``train.txt`` and ``val.txt`` of ``path label`` lines.
-The draws of a training picture are a function of (seed, epoch, sample), so that they depend neither on which rank or
-thread decodes it, nor on what was decoded before.
+The folder has ``train/``, ``val/`` and the lists ``train.txt`` and ``val.txt`` of ``path label`` lines. The
+draws for a training picture are a function of (seed, epoch, sample), so they depend neither on the rank or
+thread that decodes it, nor on what was decoded before.
 """
 
 import math
@@ -26,20 +26,20 @@ from fleetbench.workloads.data.reader import BatchTime, Sampler, normalise
 Pixels = npt.NDArray[np.uint8]
 
 _AREA = (0.08, 1.0)
-"""Share of the picture that a training crop shows (Szegedy et al. 2014, arXiv 1409.4842, section 6)."""
+"""Share of the picture's area in a training crop (Szegedy et al. 2014, arXiv 1409.4842, section 6)."""
 _RATIO = (3 / 4, 4 / 3)
-"""Width to height of a training crop; drawn uniformly in its logarithm."""
+"""Ratio of width to height of a training crop, drawn uniformly in its logarithm."""
 _ATTEMPTS = 10
 _LINE = re.compile(r"\s*(\S.*?)\s+([+-]?[0-9]{1,9})\s*")
 _SHORTER_SIDE = 256 / 224
-"""Evaluation: the shorter side of the picture, over the side of the square in its middle that is shown."""
+"""For evaluation: ratio of the picture's shorter side to the side of the central square that is used."""
 _PURPOSE = 2**63
-"""Second word of the key of all augmentation draws; epochs' permutations count from 2."""
+"""Second word of the key of all augmentation draws; permutations of epochs count from 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """A rectangle of a picture, in pixels, and whether it is mirrored left to right."""
+    """A rectangle of a picture, in pixels, and whether it is mirrored horizontally."""
 
     left: int
     top: int
@@ -49,7 +49,7 @@ class Crop:
 
 
 def training_crop(seed: int, epoch: int, sample: int, width: int, height: int) -> Crop:
-    """A random rectangle of a picture of ``width`` x ``height`` pixels, mirrored half of the time."""
+    """Return a random rectangle of a picture of ``width`` x ``height`` pixels, mirrored half of the time."""
     generator = np.random.Generator(np.random.Philox(key=[seed, _PURPOSE], counter=[0, 0, epoch, sample]))
     mirror = bool(generator.random() < 0.5)
     for area, ratio, across, down in generator.random((_ATTEMPTS, 4)):
@@ -65,7 +65,10 @@ def training_crop(seed: int, epoch: int, sample: int, width: int, height: int) -
 
 
 def training_pixels(path: Path, size: int, seed: int, epoch: int, sample: int) -> Pixels:
-    """A random part of the picture, ``(3, size, size)``. Raises ``OSError`` for a file that is no picture."""
+    """Return a random part of the picture, ``(3, size, size)``.
+
+    Raises ``OSError`` for a file that is no picture.
+    """
     with Image.open(path) as image:
         crop = training_crop(seed, epoch, sample, image.width, image.height)
         box = (crop.left, crop.top, crop.left + crop.width, crop.top + crop.height)
@@ -75,7 +78,10 @@ def training_pixels(path: Path, size: int, seed: int, epoch: int, sample: int) -
 
 
 def evaluation_pixels(path: Path, size: int) -> Pixels:
-    """The middle of the picture, ``(3, size, size)``. Raises ``OSError`` for a file that is no picture."""
+    """Return the centre of the picture, ``(3, size, size)``.
+
+    Raises ``OSError`` for a file that is no picture.
+    """
     with Image.open(path) as image:
         part = min(image.width, image.height) / _SHORTER_SIDE
         left, top = (image.width - part) / 2, (image.height - part) / 2
@@ -89,25 +95,26 @@ def _channels_first(image: Image.Image) -> Pixels:
 
 @dataclass(frozen=True, slots=True)
 class ImageList:
-    """The pictures of a split, in the order of its list."""
+    """Pictures of a split, in the order of its list."""
 
     paths: list[str]
-    """Below the data folder."""
+    """Paths below the data folder."""
     labels: list[int]
     lines: list[int]
-    """Line of the list, from 1."""
+    """Line numbers in the list, from 1."""
 
 
 def read_list(root: Path, split: str, classes: int) -> ImageList:
-    """The list ``root/split.txt``; a path is below ``root`` or below ``root/split``, a label in 0..classes-1.
+    """Read the list ``root/split.txt``.
 
-    Raises ``ConfigError`` naming file and line.
+    A path is below ``root`` or below ``root/split``, a label in 0..classes-1. Raises ``ConfigError`` with
+    file and line.
     """
     lines = read_text(root / f"{split}.txt", "imagenet:DIR needs train/, val/, train.txt and val.txt in DIR").splitlines()
     begin = len(f"{root}/")
     files = {
         f"{at}/{name}"[begin:] for at, _, names in os.walk(root, followlinks=True) for name in names
-    }  # one question a file takes longer
+    }  # checking files one by one takes longer
     found = ImageList([], [], [])
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -133,7 +140,7 @@ def read_list(root: Path, split: str, classes: int) -> ImageList:
 
 
 def prepare_images(root: Path, classes: int, size: int, num_held_out: int, seed: int, folder: Path) -> None:
-    """Write below ``folder`` the training list, and the pixels of at most ``num_held_out`` random pictures of ``val``.
+    """Write the training list, and the pixels of at most ``num_held_out`` random pictures of ``val``.
 
     Raises ``ConfigError`` for a list or a validation picture that cannot be read.
     """
@@ -146,26 +153,30 @@ def prepare_images(root: Path, classes: int, size: int, num_held_out: int, seed:
 
 
 def evaluation_picture(root: Path, val: ImageList, index: int, size: int) -> Pixels:
-    """The middle of a listed picture, ``(3, size, size)``. Raises ``ConfigError`` naming its line where it cannot be decoded."""
+    """Return the centre of a listed picture, ``(3, size, size)``.
+
+    Raises ``ConfigError`` with its line on failure.
+    """
     try:
         return evaluation_pixels(root / val.paths[index], size)
     except OSError as error:
-        hint = "mend the file, or drop its line from the list"
+        hint = "repair the file, or drop its line from the list"
         where = f"{root / 'val.txt'}:{val.lines[index]}"
         raise ConfigError(f"cannot be decoded: {error}", where, repr(val.paths[index]), hint) from None
 
 
 _KEPT = 10_000
-"""Batches whose times are remembered."""
+"""Number of batches whose times are kept."""
 _PREFETCH = 2
-"""Batches of each thread that are under way or wait to be asked for."""
+"""Number of batches per thread that are being decoded or ready."""
 
 
 class ImageBatches:
     """A ``Reader`` of pictures below ``root``, in the order of ``folder/paths_train.npy``.
 
-    So many ``workers`` decode ahead of time, each a batch after another; with none, a batch is decoded when it is asked for. They are
-    threads: Pillow decodes and resizes without Python's lock. A position that is not among the next ones throws away what was decoded.
+    ``workers`` threads decode ahead, each one batch after another; with none, a batch is decoded when it is
+    requested. Threads suffice because Pillow decodes and resizes without holding Python's lock. A request for
+    a position that is not among the next ones discards what was decoded.
     """
 
     def __init__(self, folder: Path, root: Path, sampler: Sampler, size: int, workers: int, dtype: torch.dtype) -> None:
@@ -177,18 +188,21 @@ class ImageBatches:
         self._ahead: dict[int, Future[tuple[Pixels, int]]] = {}
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs ``(batch, 3, size, size)`` and labels ``(batch,)``. Raises ``ConfigError`` naming a file that is no picture."""
+        """Return inputs ``(batch, 3, size, size)`` and labels ``(batch,)``.
+
+        Raises ``ConfigError`` for a bad file.
+        """
         asked_ns = time.perf_counter_ns()
         pixels, load_ns = self._taken(position) if self.loaders else self._decoded(position)
         self.times.append(BatchTime(load_ns, time.perf_counter_ns() - asked_ns))
         return normalise(torch.from_numpy(pixels), self._dtype), torch.from_numpy(self._labels[self._sampler.indices(position)])
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown(cancel_futures=True)
 
     def _taken(self, position: int) -> tuple[Pixels, int]:
-        """What the threads make of a batch; they go on to those after it."""
+        """Return a batch from the threads, which continue with the next ones."""
         wanted = range(position, position + _PREFETCH * self.loaders)
         for other in self._ahead.keys() - set(wanted):
             self._ahead.pop(other).cancel()
@@ -198,7 +212,7 @@ class ImageBatches:
         return self._ahead.pop(position).result()
 
     def _decoded(self, position: int) -> tuple[Pixels, int]:
-        """Pixels ``(batch, 3, size, size)`` of 0..255, and the nanoseconds that they took."""
+        """Return pixels ``(batch, 3, size, size)`` of 0..255, and the nanoseconds that decoding took."""
         begin_ns = time.perf_counter_ns()
         chosen, epoch = self._sampler.indices(position), self._sampler.epoch(position)
         pixels = np.empty((len(chosen), 3, self._size, self._size), np.uint8)
@@ -207,6 +221,6 @@ class ImageBatches:
             try:
                 pixels[place] = training_pixels(path, self._size, self._sampler.seed, epoch, int(sample))
             except OSError as error:
-                hint = "mend the file, or drop its line from train.txt"
+                hint = "repair the file, or drop its line from train.txt"
                 raise ConfigError("cannot be decoded", "workload.data", f"{path}: {error}", hint) from None
         return pixels, time.perf_counter_ns() - begin_ns

@@ -1,4 +1,4 @@
-"""Reader: all samples of some data as arrays, what gives a rank its batches, which samples those are, and the shape of images in one."""
+"""Reader: a rank's batches, the samples in them, and the normalisation of images."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -14,48 +14,52 @@ from fleetbench.errors import ConfigError
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels in 0..1: red, green, blue; as every published ImageNet model takes them."""
+"""Mean and standard deviation of ImageNet's red, green and blue in 0..1, as published models use them."""
 _FIRST_EPOCH = 2
-"""Draws of epoch e have the key (seed, e + 2); 0 and 1 are those that split and make the data."""
+"""Draws of epoch e have the key (seed, e + 2); keys 0 and 1 split and generate the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words by their number, the most frequent first."""
+    """Words by number, the most frequent first."""
 
     words: tuple[str, ...]
     counts: npt.NDArray[np.int64]
-    """How often each occurs in the text."""
+    """Number of occurrences of each word in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """All samples, ``(samples, ...)``, and their labels, with what else is known of some data."""
+    """All samples, ``(samples, ...)``, and their labels, with further facts about some data."""
 
     inputs: npt.NDArray[np.generic]
     labels: npt.NDArray[np.int64]
     vocabulary: Vocabulary | None = None
-    """Of pairs."""
+    """Vocabulary of pairs; none for other data."""
     planted: npt.NDArray[np.float64] | None = None
-    """The probabilities that synthetic clicks were drawn with."""
+    """Probabilities from which synthetic clicks were drawn; none for other data."""
 
 
 class Unlike(NamedTuple):
-    """Of trainers whose data differ: how many, the samples in a step of each, which share of them is its own, and the file of labels."""
+    """Trainers with different data."""
 
     trainers: int
+    """Number of trainers."""
     batch_size: int
+    """Samples per trainer and step."""
     share: float
+    """Share of a trainer's samples that are its own."""
     labels: Path
+    """File of labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Which samples a rank reads at a step: every epoch a permutation that all ranks share.
+    """Selects the samples that a rank reads at a step. Every epoch has a permutation that all ranks share.
 
-    The batches of all ranks at a step, laid end to end, are the batch of one process with the
-    joint batch size. No rank has more batches than another: what does not fill a step of every
-    trainer is left out (``cut``), or filled up with samples drawn again every epoch (``pad``).
+    The batches of all ranks at a step, concatenated, are the batch of one process with the joint batch size.
+    All ranks have equally many batches: samples that do not fill a step of every trainer are left out
+    (``cut``), or filled up with samples drawn again every epoch (``pad``).
     """
 
     num_samples: int
@@ -65,12 +69,12 @@ class Sampler:
     seed: int
     uneven: str
     wanted_steps: int | None = None
-    """Steps of an epoch, where fewer than the data give are wanted."""
+    """Steps per epoch, if fewer than the data give are wanted."""
     unlike: Unlike | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of every trainer. Raises ``ConfigError`` where more are wanted than the data give."""
+        """Number of steps per epoch. Raises ``ConfigError`` if more are wanted than the data give."""
         available = self._available_steps
         if self.wanted_steps is not None and self.wanted_steps > available:
             wanted = str(self.wanted_steps)
@@ -83,11 +87,14 @@ class Sampler:
         return max(1, whole + (1 if rest and self.uneven == "pad" else 0))
 
     def epoch(self, position: int) -> int:
-        """The epoch, from 0, of the step at ``position``."""
+        """Return the epoch, from 0, of the step at ``position``."""
         return position // self.steps_per_epoch
 
     def indices(self, position: int) -> npt.NDArray[np.int64]:
-        """Sample numbers of this rank's batch, ``position`` counting steps from 0 over all epochs."""
+        """Return the sample numbers of this rank's batch.
+
+        ``position`` counts steps from 0 over all epochs.
+        """
         epoch, step = divmod(position, self.steps_per_epoch)
         length = self._available_steps * self.batch_size * self.trainers
         order = _epoch_order(self.seed, epoch, self.num_samples, length, self.unlike)
@@ -98,40 +105,46 @@ class Sampler:
 class Reader(Protocol):
     """Batches of one rank by their position, counted from 0 over all epochs.
 
-    Reading in the order of positions is fast; any other position may be asked for at any time.
-    ``close`` ends what the reader started; a second ``close`` does nothing.
+    Reading positions in order is fast; any other position may be requested at any time. ``close`` stops what
+    the reader started; a second ``close`` does nothing.
     """
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs ``(batch, ...)`` and labels ``(batch,)``, int64. Raises ``ConfigError`` naming a sample that cannot be read."""
+        """Return inputs ``(batch, ...)`` and labels ``(batch,)``, int64.
+
+        Raises ``ConfigError`` for an unreadable sample.
+        """
         ...
 
     def close(self) -> None:
-        """End the reader's threads, if it has any."""
+        """Stop the reader's threads, if it has any."""
         ...
 
 
 class BatchTime(NamedTuple):
-    """What one batch took that threads make ahead."""
+    """Times of one batch that threads make ahead."""
 
     load_ns: int
-    """To make it, in its thread."""
+    """Nanoseconds to make it, in its thread."""
     waited_ns: int
-    """Until it was there, from when it was asked for."""
+    """Nanoseconds from the request until it was ready."""
 
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A ``Reader`` whose batches ``loaders`` threads make ahead; 0: the one that asks for them makes them."""
+    """A ``Reader`` whose batches ``loaders`` threads make ahead; 0: the requesting thread makes them."""
 
     loaders: int
     times: deque[BatchTime]
-    """Of the latest batches, in their order."""
+    """Times of the latest batches, in order."""
 
 
 @lru_cache(maxsize=2)  # a permutation of a million samples takes longer than a step
 def _epoch_order(seed: int, epoch: int, num_samples: int, length: int, unlike: Unlike | None) -> npt.NDArray[np.int64]:
-    """``length`` sample numbers: a permutation, cut, or filled up with random samples (no two alike where there are enough)."""
+    """Return ``length`` sample numbers: a permutation, cut or filled up with random samples.
+
+    The random samples are distinct if there are enough.
+    """
     generator = np.random.Generator(np.random.Philox(key=[seed, _FIRST_EPOCH + epoch]))
     order = generator.permutation(num_samples)
     missing = length - num_samples
@@ -145,7 +158,10 @@ def _epoch_order(seed: int, epoch: int, num_samples: int, length: int, unlike: U
 
 
 def _deal_by_label(order: npt.NDArray[np.int64], unlike: Unlike, generator: np.random.Generator) -> None:
-    """Exchange a share of an epoch's samples among trainers: sorted by label, and then by number, each gets a piece, in random order."""
+    """Exchange a share of an epoch's samples among trainers, so that each gets samples with similar labels.
+
+    The samples are sorted by label, then by number; each trainer gets one piece, in random order.
+    """
     trainers = np.arange(len(order)) // unlike.batch_size % unlike.trainers
     chosen = np.flatnonzero(generator.random(len(order)) < unlike.share)
     places = chosen[np.lexsort((generator.random(len(chosen)), trainers[chosen]))]
@@ -155,6 +171,6 @@ def _deal_by_label(order: npt.NDArray[np.int64], unlike: Unlike, generator: np.r
 
 
 def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Pixels ``(batch, 3, H, W)`` of 0..255 to numbers of mean 0 and deviation 1 over ImageNet."""
+    """Normalise pixels ``(batch, 3, H, W)`` of 0..255 to mean 0 and standard deviation 1 over ImageNet."""
     mean, std = (torch.tensor(values, dtype=dtype, device=pixels.device).view(3, 1, 1) for values in (MEAN, STD))
     return pixels.to(dtype).div_(255).sub_(mean).div_(std)

@@ -1,11 +1,12 @@
-"""Words: a text as numbered words, and the pairs of neighbours that skip-gram learns from.
+"""Words: a text as numbered words, and the pairs of neighbours from which skip-gram learns.
 
-As in Mikolov et al. 2013 (arXiv 1310.4546): rare words are dropped, frequent ones thinned out, and a
-window of random width, at most ``window``, slides over what is left. A window ends at a paragraph's
-end. Words are lower-case ASCII letters; pairs are drawn once, by the seed.
+As in Mikolov et al. 2013 (arXiv 1310.4546): rare words are dropped, frequent ones subsampled, and a window of
+random width, at most ``window``, slides over the rest. A window ends at the end of a paragraph. Words are
+lower-case ASCII letters; pairs are drawn once, by the seed.
 
-Negatives are words that are no neighbours, drawn from their frequency to the power 3/4 at every step. They are a function
-of seed, position and place in the joint batch alone, so ranks laid end to end read what one process with the joint batch would.
+Negatives are words that are not neighbours, drawn by their frequency to the power 3/4 at every step. They are
+a function of seed, position and place in the joint batch only, so concatenated ranks read the same as one
+process with the joint batch.
 """
 
 import re
@@ -24,22 +25,25 @@ from fleetbench.workloads.data.reader import Read, Vocabulary
 from fleetbench.workloads.models.registry import SUBSAMPLE, data_source, model_option, sizes
 
 _PARAGRAPH = -1
-"""In the place of a word: a paragraph ends."""
+"""Marker in place of a word for the end of a paragraph."""
 _TOKEN = re.compile(rb"[a-z]+|\n[ \t\r]*\n")
 _ZIPF_EXPONENT = 1.3
 _TOPICS = 8
-"""Of synthetic pairs: neighbours are of one topic, which is the word's number modulo this."""
+"""Number of topics of synthetic pairs. Neighbours share a topic, which is the word's number modulo this."""
 EXPONENT = 0.75
 _PURPOSE = 2**64 - 1
-"""Second word of the key of these draws: no epoch's; see ``Sampler``."""
+"""Second word of the key of these draws, which no epoch uses; see ``Sampler``."""
 HELD_OUT_POSITION = 2**63
-"""Position of the held-out split's negatives: no step's."""
+"""Position of the held-out split's negatives, which no step uses."""
 _WORDS_A_COUNT = 4
-"""64-bit words that Philox gives for each value of its counter."""
+"""Number of 64-bit words that Philox gives for each value of its counter."""
 
 
 def read_pairs(workload: Workload, seed: int) -> Read:
-    """Pairs of a word and its neighbour, ``(pairs, 2)``, labelled 0. Raises ``ConfigError`` for a text that cannot be read or has none."""
+    """Return pairs of a word and its neighbour, ``(pairs, 2)``, labelled 0.
+
+    Raises ``ConfigError`` for a text that cannot be read or has no pairs.
+    """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     size, cap = sizes(workload, "pairs"), model_option(workload, "vocab")
     if data_source(workload) == "synthetic":
@@ -54,9 +58,9 @@ def read_pairs(workload: Workload, seed: int) -> Read:
 
 
 def numbered(text: bytes, min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
-    """The text as word numbers, without rare words, and at most ``cap`` words that occur ``min_count`` times or more.
+    """Return the text as word numbers: at most ``cap`` words with at least ``min_count`` occurrences.
 
-    Words alike in frequency are in alphabetical order. -1 stands for a paragraph's end.
+    Words with the same frequency are in alphabetical order. -1 stands for the end of a paragraph.
     """
     tokens = [b"\n" if token.startswith(b"\n") else token for token in _TOKEN.findall(text.lower())]
     counts = Counter(token for token in tokens if token != b"\n")
@@ -67,20 +71,20 @@ def numbered(text: bytes, min_count: int, cap: int) -> tuple[Integers, Vocabular
 
 
 def kept_share(counts: Integers, threshold: float) -> Floats:
-    """Which share of a word's occurrences stays: min(1, sqrt(threshold / frequency)) (equation 5)."""
+    """Return the share of a word's occurrences to keep: min(1, sqrt(threshold / frequency)) (equation 5)."""
     frequency = counts / max(1, counts.sum())
     shares: Floats = np.minimum(1.0, np.sqrt(threshold / np.maximum(frequency, np.finfo(float).tiny)))
     return shares
 
 
 def subsample(text: Integers, counts: Integers, threshold: float, generator: np.random.Generator) -> Integers:
-    """The text without the occurrences that chance takes out; ends of paragraphs stay."""
-    shares = np.append(kept_share(counts, threshold), 1.0)  # after the last word stands what -1 finds: a paragraph's end
+    """Return the text without randomly dropped occurrences; ends of paragraphs are kept."""
+    shares = np.append(kept_share(counts, threshold), 1.0)  # the appended share is what -1 indexes: the end of a paragraph
     return text[generator.random(len(text)) < shares[text]]
 
 
 def neighbours(text: Integers, window: int, generator: np.random.Generator) -> npt.NDArray[np.int32]:
-    """All pairs of a middle word and a word at most w places away, w drawn from 1..``window`` for every middle word."""
+    """Return all pairs of a middle word and a word at most w places away, w drawn from 1..``window``."""
     paragraph = np.cumsum(text == _PARAGRAPH)[text >= 0]
     words = text[text >= 0].astype(np.int32)
     width = generator.integers(1, window + 1, len(words))
@@ -95,7 +99,7 @@ def neighbours(text: Integers, window: int, generator: np.random.Generator) -> n
 
 
 def _synthetic(generator: np.random.Generator, num_pairs: int, vocab: int) -> Read:
-    """Pairs of words of one topic, both drawn from a Zipf law (exponent 1.3)."""
+    """Return pairs of words of one topic, both drawn from a Zipf law (exponent 1.3)."""
     topics = min(_TOPICS, vocab)
     per_topic = vocab // topics
     weights = np.arange(1, per_topic + 1) ** -_ZIPF_EXPONENT
@@ -116,14 +120,14 @@ def _text(workload: Workload) -> bytes:
 
 
 def text_file(workload: Workload) -> bytes:
-    """What is in the file of ``text:FILE``. Raises ``ConfigError`` where it cannot be read."""
+    """Return the content of the file of ``text:FILE``. Raises ``ConfigError`` if it cannot be read."""
     path = workload.data.partition(":")[2]
     with reading(f"workload.data: {path}", "text:FILE names a file"):
         return Path(path).read_bytes()
 
 
 def topics_file() -> Path:
-    """What ``pydocs`` stands for. Raises ``EnvironmentLacks`` where this Python comes without it."""
+    """Return the file that ``pydocs`` stands for. Raises ``EnvironmentLacks`` if this Python lacks it."""
     found = find_spec("pydoc_data.topics")
     if found is None or found.origin is None:
         raise EnvironmentLacks("this Python comes without pydoc_data", "workload.data", "'pydocs'", "use text:FILE")
@@ -140,7 +144,7 @@ class Negatives:
         self._below = weights / weights[-1]
 
     def drawn(self, position: int, first: int, number: int) -> Integers:
-        """Negatives of ``number`` samples from place ``first`` of the joint batch on: ``(number, negatives)``."""
+        """Return negatives of ``number`` samples from place ``first`` of the joint batch."""
         begin = first * self._num
         skipped, rest = divmod(begin, _WORDS_A_COUNT)
         draws = np.random.Philox(key=self._key, counter=np.array([skipped, 0, position, 0], dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""The registry's models, by the names of the experiment file, the data that fit them, and the options of both with their defaults."""
+"""Models of the registry by name, the data that fit them, and the options of both with their defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,10 @@ from fleetbench.workloads.models.transformers import Gpt, Llama, bert_base, next
 
 
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
-    """A perceptron of ``depth`` hidden layers of ``hidden`` units; input ``(batch, ...)`` of ``features`` numbers."""
+    """Return a perceptron of ``depth`` hidden layers of ``hidden`` units.
+
+    Input ``(batch, ...)`` of ``features``.
+    """
     layers: list[nn.Module] = [nn.Flatten()]
     width = features
     for _ in range(depth):
@@ -26,12 +29,12 @@ def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2)
 
 
 def digits_mlp(hidden: int = 256, depth: int = 2) -> nn.Module:
-    """``mlp`` for 8 x 8 digits in 10 classes."""
+    """Return ``mlp`` for 8 x 8 digits in 10 classes."""
     return mlp(features=64, classes=10, hidden=hidden, depth=depth)
 
 
 def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
-    """Two convolutions and two linear layers for 8 x 8 digits in 10 classes; input ``(batch, 8, 8)``."""
+    """Return two convolutions and two linear layers for digits in 10 classes; input ``(batch, 8, 8)``."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8)),
         nn.Conv2d(1, channels, 3, padding=1),
@@ -47,10 +50,11 @@ def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
 
 
 Loss = Callable[..., torch.Tensor]
-"""A batch's loss from the model's output and the labels: one number; ``reduction="sum"`` over the batch instead of its mean."""
+"""Loss of a batch from the model's output and the labels: one number; ``reduction="sum"`` sums over the batch
+instead of averaging."""
 DIGITS_FEATURES = 64
 NUM_BYTES = 256
-"""Classes of a text's bytes; one token more stands for the masked byte."""
+"""Number of byte classes; one more token stands for the masked byte."""
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
@@ -75,11 +79,12 @@ INPUTS: Mapping[str, str] = {
     "wide_deep": "clicks",
     "word2vec": "pairs",
 }
-"""What a model is fed with: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens`` (length),
-``clicks`` (39 columns, see ``fleetbench.workloads.models.sparse``) or ``pairs`` (a word, its neighbour, and negatives)."""
+"""Input of each model: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens``
+(length), ``clicks`` (39 columns, see ``fleetbench.workloads.models.sparse``) or ``pairs`` (a word, its
+neighbour, and negatives)."""
 
 LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "llama": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
-"""The loss of models whose loss is not cross-entropy."""
+"""Loss of the models whose loss is not cross-entropy."""
 
 _SAMPLES: Mapping[str, Callable[[Mapping[str, int]], tuple[int, ...]]] = {
     "digits": lambda _: (8, 8),
@@ -88,9 +93,9 @@ _SAMPLES: Mapping[str, Callable[[Mapping[str, int]], tuple[int, ...]]] = {
     "clicks": lambda _: (39,),
     "pairs": lambda size: (2 + size["negatives"],),
 }
-"""Shapes of what models are fed with, by ``INPUTS``."""
+"""Shape of one sample of each kind of input."""
 SUBSAMPLE = 1e-3
-"""Frequency above which a word's occurrences are thinned out; the only option that need not be whole."""
+"""Frequency above which occurrences of a word are subsampled; the only option that need not be whole."""
 _IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
 _TEXT: Mapping[str, int] = {"length": 128, "held_out": 200}
 _WORDS: Mapping[str, int | float] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": SUBSAMPLE, "held_out": 10_000}
@@ -110,10 +115,10 @@ _FED_BY: Mapping[str, tuple[str, ...]] = {
     "pydocs": ("tokens", "pairs"),
     "text": ("tokens", "pairs"),
 }
-"""Data to the inputs that it can be."""
+"""Kinds of inputs that each data source can provide."""
 
 _SPELLED: Mapping[str, str] = {"text": "text:FILE", "imagenet": "imagenet:DIR"}
-"""How data are asked for, where their kind alone is not enough."""
+"""Spelling of data sources that need more than their kind."""
 
 
 def check_model(workload: Workload) -> None:
@@ -135,7 +140,7 @@ def check_model(workload: Workload) -> None:
     if INPUTS[workload.model] == "tokens":
         _check_tokens(workload, source)
     elif INPUTS[workload.model] == "images" and workload.batch_size == 1 and (size := sizes(workload, "images")["image_size"]) <= 32:
-        # a 32-fold reduction leaves one value a channel, which has no variance
+        # a 32-fold reduction leaves one value per channel, which has no variance
         hint = "use workload.batch_size = 2 or more, or larger images"
         raise ConfigError("batch norm needs more than one value a channel", "workload.data_options.image_size", str(size), hint)
     elif INPUTS[workload.model] == "clicks" and (rows := model_option(workload, "rows")) > MOST_ROWS:
@@ -176,7 +181,7 @@ def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
 
 
 def _check_options(table: str, options: Mapping[str, ModelOption], known: Mapping[str, int | float], taker: str) -> None:
-    """Raise ``ConfigError`` for an option that is not among the ``known`` with their defaults, or a value that it cannot have."""
+    """Raise ``ConfigError`` for an unknown option, or a value that it cannot have."""
     for option, value in options.items():
         where = f"workload.{table}.{option}"
         if option not in known:
@@ -194,17 +199,20 @@ def _check_options(table: str, options: Mapping[str, ModelOption], known: Mappin
 
 
 def model_option(workload: Workload, option: str) -> int:
-    """The value of an option that the workload's model has, as given or by default."""
+    """Return the value of a model's option, as given or by default."""
     return int(workload.model_options.get(option, signature(MODELS[workload.model]).parameters[option].default))
 
 
 def loss_of(model: str) -> Loss:
-    """The loss that a registry model is trained with."""
+    """Return the loss that a registry model is trained with."""
     return LOSSES.get(model, cross_entropy)
 
 
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:
-    """The model with initial parameters that depend on ``seed`` alone; torch's global generator is left as it was."""
+    """Return the model with initial parameters that depend only on ``seed``.
+
+    Torch's global generator is unchanged.
+    """
     _check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -212,14 +220,17 @@ def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed:
 
 
 def placeholder_model(workload: Workload) -> nn.Module:
-    """The model with shapes and no numbers, on torch's ``meta`` device. Raises ``ConfigError`` as ``check_model`` does."""
+    """Return the model without data, on torch's ``meta`` device.
+
+    Raises ``ConfigError`` as ``check_model`` does.
+    """
     check_model(workload)
     with torch.device("meta"):
         return MODELS[workload.model](**workload.model_options).to(getattr(torch, workload.dtype))
 
 
 def placeholder_batch(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of one trainer's batch, all zeros."""
+    """Return inputs and labels of one trainer's batch, all zeros."""
     kind, size = INPUTS[workload.model], sizes(workload, INPUTS[workload.model])
     shape = (model_option(workload, "features"),) if kind == "features" else _SAMPLES[kind](size)
     dtype = torch.int64 if kind in ("tokens", "pairs") else getattr(torch, workload.dtype)
@@ -227,7 +238,7 @@ def placeholder_batch(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def data_source(workload: Workload) -> str:
-    """``workload.data`` up to its colon: ``digits``, ``synthetic``, ``imagenet``, ...."""
+    """Return ``workload.data`` up to its colon: ``digits``, ``synthetic``, ``imagenet``, ...."""
     return workload.data.partition(":")[0]
 
 
@@ -240,14 +251,14 @@ def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | float]:
 
 
 def sizes(workload: Workload, inputs: str) -> dict[str, int]:
-    """The data's numbers, as given or by default, for a model that is fed with ``inputs``.
+    """Return the options of the data, as given or by default, for a model with this kind of ``inputs``.
 
-    ``samples``: of synthetic data, a fifth of them held out. ``image_size``: pixels a side.
-    ``length``: tokens of a sample. ``workers``: threads that decode, for every trainer.
-    ``held_out``: samples at most in the held-out loss, where the data are larger.
-    ``min_count``: how often a word occurs at least. ``window``: words at most between neighbours, and one.
-    ``negatives``: words drawn beside every neighbour. ``categories``: values of each synthetic column. ``teacher``: hidden units of what
-    labels synthetic features; 0: it is linear.
+    ``samples``: number of synthetic samples, a fifth of them held out. ``image_size``: pixels per side.
+    ``length``: tokens per sample. ``workers``: decoding threads per trainer. ``held_out``: largest number of
+    samples in the held-out loss. ``min_count``: least number of occurrences of a word. ``window``: largest
+    distance between neighbours. ``negatives``: words drawn for every neighbour. ``categories``: values of
+    each synthetic column. ``teacher``: hidden units of the function that labels synthetic features; 0: it is
+    linear.
     """
     given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
     return {name: value for name, value in given.items() if isinstance(value, int)}

@@ -1,21 +1,24 @@
 """ResNet with bottleneck blocks (He et al. 2015, arXiv 1512.03385, table 1), for ``resnet50``.
 
-Names and the order of registration are those of torchvision's model, so that fusion plans and
-checkpoints of the two agree; as there, a block's stride stands at its 3x3 convolution.
+Names and the order of registration are those of torchvision's model, so that fusion plans and checkpoints of
+the two agree. As there, the 3x3 convolution of a block has the stride.
 """
 
 import torch
 from torch import nn
 
 _EXPANSION = 4
-"""Channels that leave a bottleneck, a channel of its 3x3 convolution."""
+"""Ratio of a bottleneck's output channels to those of its 3x3 convolution."""
 
 BLOCKS_50 = (3, 4, 6, 3)
-"""Blocks of each stage, 50-layer column."""
+"""Number of blocks in each stage, 50-layer column."""
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolution with a shortcut; ``(batch, inputs, H, W)`` to ``(batch, 4 width, H / stride, W / stride)``."""
+    """1x1, 3x3 and 1x1 convolution with a shortcut.
+
+    ``(batch, inputs, H, W)`` to ``(batch, 4 width, H / stride, W / stride)``.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The block's output."""
+        """Return the block's output."""
         shortcut = inputs if self.downsample is None else self.downsample(inputs)
         hidden = self.relu(self.bn1(self.conv1(inputs)))
         hidden = self.relu(self.bn2(self.conv2(hidden)))
@@ -40,7 +43,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images ``(batch, 3, H, W)`` to logits ``(batch, classes)``; H and W shrink 32-fold up to the last pooling."""
+    """Images ``(batch, 3, H, W)`` to logits ``(batch, classes)``.
+
+    H and W shrink 32-fold up to the last pooling.
+    """
 
     def __init__(self, blocks: tuple[int, int, int, int], width: int, classes: int) -> None:
         super().__init__()
@@ -59,7 +65,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         hidden = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
         return self.fc(self.avgpool(hidden).flatten(1))  # type: ignore[no-any-return]  # Module.__call__ is untyped
@@ -71,9 +77,9 @@ def _stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
 
 
 def resnet50(classes: int = 1000, width: int = 64) -> nn.Module:
-    """ResNet-50: 161 parameter tensors, 25,557,032 parameters at 1,000 classes.
+    """Return ResNet-50: 161 parameter tensors, 25,557,032 parameters at 1,000 classes.
 
-    ``width`` is the channels of the first convolution; the others grow with it. Images of any size,
-    ``(batch, 3, size, size)``: the size belongs to the data (``workload.data_options.image_size``).
+    ``width`` is the number of channels of the first convolution; the others scale with it. Images may have
+    any size, ``(batch, 3, size, size)``: the size belongs to the data (``workload.data_options.image_size``).
     """
     return ResNet(BLOCKS_50, width, classes)

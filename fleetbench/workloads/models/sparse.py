@@ -1,7 +1,7 @@
 """Models of embeddings with sparse gradients.
 
-Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) has the sizes of Fleet's example; Word2Vec is skip-gram with negative sampling
-(Mikolov et al. 2013, arXiv 1310.4546, equation 4).
+Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) has the sizes of Fleet's example; Word2Vec is skip-gram with
+negative sampling (Mikolov et al. 2013, arXiv 1310.4546, equation 4).
 """
 
 from itertools import pairwise
@@ -12,20 +12,20 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 NUM_NUMERIC = 13
 NUM_CATEGORICAL = 26
-"""Columns of a sample: numbers, then the row of every categorical feature."""
+"""Number of columns of a sample: numbers, then the row of every categorical feature."""
 MOST_ROWS = 2**24
-"""Below it float32 holds every row exactly."""
+"""Number of rows below which float32 holds every row exactly."""
 
 
 class WideDeep(nn.Module):
     """Samples ``(batch, 39)`` to logits ``(batch,)`` of a click.
 
-    ``wide`` is linear in all features, each row of the hashed table having a weight; ``deep`` is a
-    perceptron over the numbers and the rows' vectors. The two tables have sparse gradients.
+    ``wide`` is linear in all features, with one weight per row of the hashed table; ``deep`` is a perceptron
+    over the numbers and the rows' vectors. The two tables have sparse gradients.
     """
 
     def __init__(self, rows: int = 1_000_001, dim: int = 10, hidden: int = 400, depth: int = 3) -> None:
-        """A table of ``rows`` vectors of ``dim`` numbers, ``depth`` layers of ``hidden`` units."""
+        """Create a table of ``rows`` vectors of ``dim`` numbers, and ``depth`` layers of ``hidden`` units."""
         super().__init__()
         self.wide_rows = nn.EmbeddingBag(rows, 1, mode="sum", sparse=True)
         self.wide = nn.Linear(NUM_NUMERIC, 1)
@@ -39,7 +39,7 @@ class WideDeep(nn.Module):
         nn.init.normal_(self.vectors.weight, std=dim**-0.5)
 
     def forward(self, samples: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         numbers, rows = samples[:, :NUM_NUMERIC], samples[:, NUM_NUMERIC:].long()
         wide = self.wide_rows(rows) + self.wide(numbers)
         deep = self.deep(torch.cat([numbers, self.vectors(rows).flatten(1)], 1))
@@ -47,20 +47,20 @@ class WideDeep(nn.Module):
 
 
 def click_loss(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Logistic loss of labels 0 and 1; ``reduction`` is ``mean`` or ``sum``."""
+    """Return the logistic loss of labels 0 and 1; ``reduction`` is ``mean`` or ``sum``."""
     return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)
 
 
 class SkipGram(nn.Module):
     """Words ``(batch, 1 + candidates)``, int64, to logits ``(batch, candidates)``.
 
-    Column 0 is the middle word, the others are candidates for its neighbour; a logit is the product
-    of the middle word's vector (``words``) and the candidate's (``contexts``). Both tables have sparse
-    gradients. They begin as published: ``words`` uniform in +-0.5 / dim, ``contexts`` at zero.
+    Column 0 is the middle word, the others are candidates for its neighbour. A logit is the product of the
+    middle word's vector (``words``) and the candidate's (``contexts``). Both tables have sparse gradients.
+    They are initialised as published: ``words`` uniformly in +-0.5 / dim, ``contexts`` with zeros.
     """
 
     def __init__(self, vocab: int = 20_000, dim: int = 64) -> None:
-        """For the ``vocab`` most frequent words, vectors of ``dim`` numbers."""
+        """Create vectors of ``dim`` numbers for the ``vocab`` most frequent words."""
         super().__init__()
         self.words = nn.Embedding(vocab, dim, sparse=True)
         self.contexts = nn.Embedding(vocab, dim, sparse=True)
@@ -68,13 +68,15 @@ class SkipGram(nn.Module):
         nn.init.zeros_(self.contexts.weight)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Logits of the candidates."""
+        """Return the logits of the candidates."""
         middle, candidates = self.words(words[:, 0]), self.contexts(words[:, 1:])
         return torch.bmm(candidates, middle.unsqueeze(2)).squeeze(2)
 
 
 def skip_gram_loss(logits: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """-log sigmoid(true) - sum over the negatives of log sigmoid(-negative), the true neighbour standing in column 0.
+    """Return -log sigmoid(true) - sum over negatives of log sigmoid(-negative).
+
+    Column 0 is the true neighbour.
 
     ``reduction``: ``mean`` or ``sum`` over the batch.
     """

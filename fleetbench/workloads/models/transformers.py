@@ -14,8 +14,8 @@ _EPSILON = 1e-12
 class BertEncoder(nn.Module):
     """Tokens ``(batch, length)``, int64, to the pooled first position ``(batch, hidden)``.
 
-    No dropout, so that a step is a function of parameters and data alone, and every token is of
-    the first segment. As published otherwise: GELU, normalisation after each part, learned positions.
+    There is no dropout, so that a step depends only on parameters and data, and all tokens are in the first
+    segment. Otherwise as published: GELU, normalisation after each part, learned positions.
     """
 
     def __init__(self, vocab: int, hidden: int, layers: int, heads: int, ffn: int, positions: int) -> None:
@@ -29,7 +29,7 @@ class BertEncoder(nn.Module):
         self.pooler = nn.Linear(hidden, hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The pooled first position."""
+        """Return the pooled first position."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         segment = torch.zeros_like(position)
         embedded = self.word_embeddings(tokens) + self.position_embeddings(position) + self.segment_embeddings(segment)
@@ -52,16 +52,18 @@ class Bert(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         return self.classifier(self.bert(tokens))  # type: ignore[no-any-return]  # Module.__call__ is untyped
 
 
 def bert_base(
     vocab: int = 30522, hidden: int = 768, layers: int = 12, heads: int = 12, ffn: int = 3072, positions: int = 512, classes: int = 2
 ) -> nn.Module:
-    """BERT-base with a classifier on its pooler; 109,482,240 parameters in the encoder with its pooler.
+    """Return BERT-base with a classifier on its pooler.
 
-    Tokens ``(batch, length)``, int64, at most ``positions`` of them; the length belongs to the data
+    109,482,240 parameters in the encoder with its pooler.
+
+    Tokens are ``(batch, length)``, int64, at most ``positions`` of them; the length belongs to the data
     (``workload.data_options.length``). ``heads`` divides ``hidden``.
     """
     return Bert(BertEncoder(vocab, hidden, layers, heads, ffn, positions), hidden, classes)
@@ -81,7 +83,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``(batch, length, hidden)`` to as much."""
+        """Map ``(batch, length, hidden)`` to the same shape."""
         batch, length, hidden = inputs.shape
         parts = self.attention(self.norm1(inputs)).view(batch, length, 3, self.heads, hidden // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -91,13 +93,16 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens ``(batch, length)``, int64, to what each but the first costs given those before it: ``(batch, length - 1)``, float32.
+    """Tokens ``(batch, length)``, int64, to cross-entropies ``(batch, length - 1)``, float32.
 
-    The output layer's weight is the embedding's.
+    The output layer shares the embedding's weight.
     """
 
     def __init__(self, vocab: int = 50257, hidden: int = 768, layers: int = 12, heads: int = 12, positions: int = 1024) -> None:
-        """By default the small GPT-2 of 124,439,808 parameters. ``heads`` divides ``hidden``."""
+        """Create GPT-2; the default is the small one with 124,439,808 parameters.
+
+        ``heads`` divides ``hidden``.
+        """
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(positions, hidden)
@@ -108,7 +113,7 @@ class Gpt(nn.Module):
         _initialise(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Cross-entropies."""
+        """Return the cross-entropies."""
         hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             hidden = block(hidden)
@@ -116,12 +121,15 @@ class Gpt(nn.Module):
 
 
 def _costs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropies ``(batch, length - 1)`` of all tokens but the first."""
+    """Return the cross-entropies ``(batch, length - 1)`` of all tokens except the first."""
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
 
 
 class LlamaBlock(nn.Module):
-    """Attention, whose groups of heads share keys and values, and a gated perceptron, each after an RMS norm and around a shortcut."""
+    """Attention with groups of heads that share keys and values, and a gated perceptron.
+
+    Each has an RMS norm before it and a shortcut around it.
+    """
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_size: int, ffn: int, *, qkv_bias: bool, qk_norm: bool) -> None:
         super().__init__()
@@ -137,7 +145,10 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, inputs: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """``(batch, length, hidden)`` to as much; ``angles`` of the rotary positions: ``(length, head_size / 2)``."""
+        """Map ``(batch, length, hidden)`` to the same shape.
+
+        ``angles`` of the rotary positions: ``(length, head_size / 2)``.
+        """
         batch, length, _ = inputs.shape
         normed = self.norm1(inputs)
         query, key, value = (
@@ -151,14 +162,17 @@ class LlamaBlock(nn.Module):
 
 
 def _rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Heads ``(..., length, size)`` whose numbers i and i + size / 2 are turned by the angle i of their position."""
+    """Rotate heads ``(..., length, size)``: numbers i and i + size / 2 by the angle i of their position."""
     left, right = heads.chunk(2, -1)
     cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
 
 class Llama(nn.Module):
-    """Tokens ``(batch, length)``, int64, to costs as ``Gpt``: a decoder like Llama, Mistral and Qwen, with rotary positions."""
+    """Tokens ``(batch, length)``, int64, to costs as in ``Gpt``: a decoder like Llama, Mistral and Qwen.
+
+    Positions are rotary.
+    """
 
     def __init__(  # noqa: PLR0913  # a model's options
         self,
@@ -175,7 +189,12 @@ class Llama(nn.Module):
         qkv_bias: bool = False,  # as above
         qk_norm: bool = False,  # as above
     ) -> None:
-        """By default Llama 3.2 of 1,235,814,400 parameters. ``kv_heads`` divides ``heads``; the base of the rotary angles is 10,000."""
+        """Create Llama; the default is Llama 3.2 with 1,235,814,400 parameters.
+
+        ``kv_heads`` divides ``heads``.
+
+        The base of the rotary angles is 10,000.
+        """
         super().__init__()
         self.positions, self.head_size = positions, head_size
         self.tokens = nn.Embedding(vocab, hidden)
@@ -189,7 +208,7 @@ class Llama(nn.Module):
         _initialise(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Cross-entropies."""
+        """Return the cross-entropies."""
         hidden = self.tokens(tokens)
         rates = 1e4 ** -(torch.arange(0, self.head_size, 2, device=tokens.device, dtype=hidden.dtype) / self.head_size)
         angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device, dtype=hidden.dtype), rates)
@@ -207,6 +226,9 @@ def _initialise(model: nn.Module) -> None:
 
 
 def next_token_loss(costs: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Loss of a decoder: the mean over tokens; ``reduction``: ``mean`` or ``sum`` over the batch."""
+    """Return the loss of a decoder, the mean over tokens.
+
+    ``reduction``: ``mean`` or ``sum`` over the batch.
+    """
     total = costs.mean(1).sum()
     return total / len(costs) if reduction == "mean" else total
