@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 _SLOWEST = 0.02
 """Share of the steps that counts as hiccups of the machine."""
 _LONGEST_GAP = 0.5
-"""Longest gap between two collectives of one lane, as a share of the second: longer gaps are waits for the
+"""Longest gap between two collectives of one lane, as a share of the second. A longer gap is a wait for the
 caller."""
 
 
@@ -140,7 +140,7 @@ class Starts:
 
 
 def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, ...]:
-    """Return the times of all-reduces in the loop: of each gradient, in a queue, and of all in one bucket."""
+    """Return the times of all-reduces in the loop: of each gradient in a queue, and of all in one bucket."""
     sizes = {bucket.id: bucket.nbytes for bucket in averaged.plan.buckets}
     times = collective_times(averaged)
     found = [_point(sizes[bucket], times[bucket]) for bucket in sorted(times, key=sizes.__getitem__)]
@@ -196,7 +196,7 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
-    """Return the time to send 10^6 bytes in INT8 beyond the link: quantising, adding up, and converting back."""
+    """Return the ns beyond the link's time for 10^6 bytes in INT8: to quantise, add up and return them."""
     nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
     beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
     return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
@@ -236,9 +236,9 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
 
 
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
-    """Return the link as each of two collectives in flight sees it, never faster than alone.
+    """Return the link of each of two collectives in flight, or nothing if two never are.
 
-    Empty if two never are.
+    The link is never faster than that of one collective.
     """
     alone = hockney.link
     lanes: dict[int, list[Bucket]] = {}
@@ -309,12 +309,11 @@ _FEWEST_ROUNDS = 3
 
 
 def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
-    """Compute in the later half of a round over a synchronous step's, at most 1.
+    """Return a round's compute share in its later half, and the excess of its earlier half in seconds.
 
-    And what the earlier half takes beyond, in seconds.
-
-    A core that waited for the averaging computes slower for some steps. 1 and 0 where whole rounds are too
-    few, or where their first step is longer than the later half by less than two standard errors over rounds.
+    The share is relative to a synchronous step, and at most 1. A core that waited for the averaging computes
+    more slowly for some steps. The result is 1 and 0 if there are too few whole rounds, or if their first
+    step is longer than the later half by less than two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
     steps = averaged.steps.sort_values(["rank", "step"])

@@ -147,9 +147,9 @@ class Legs:
 
 
 def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The compute part, with the update apart from the backward, so that it can be told from it.
+    """Return the compute part with the update apart from the backward, to measure them separately.
 
-    A sharded strategy is as it is.
+    A sharded strategy stays as it is.
     """
     if strategy.sharding:
         return strategy
@@ -174,10 +174,7 @@ def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStra
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
-    """Local SGD in one bucket, with the update of the strategy.
-
-    Its state is averaged where the optimizer needs that.
-    """
+    """Return Local SGD in one bucket, with the strategy's update; averages optimizer state if it must."""
     return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
@@ -277,10 +274,7 @@ def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
 
 
 class _Measuring:
-    """The legs of a launch that is there and runs ``quiet``, for ``experiment``.
-
-    And what follows from them.
-    """
+    """The legs of a running launch of ``quiet``, for ``experiment``, and their evaluation."""
 
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
@@ -311,9 +305,9 @@ class _Measuring:
         return self._taken(tables, threads, whole, communication, stragglers=stragglers)
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
-        """Gathers and scatters stand for all-reduces of as many bytes.
+        """Measure a sharded model: gathers and scatters stand for all-reduces of as many bytes.
 
-        With gloo nothing travels beside compute.
+        With gloo no collective runs beside compute.
         """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
@@ -510,9 +504,9 @@ def take_profile(experiment: Experiment, *, progress: Progress | None = None) ->
 
 
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
-    """The strategy's own, and those of ``tune.thread_num`` for which there are cores.
+    """Return the strategy's own thread count, and those of ``tune.thread_num`` for which there are cores.
 
-    Synchronised batch norm allows one alone.
+    Synchronised batch norm allows only the strategy's own.
     """
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node

@@ -85,7 +85,7 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     [
         (
             ["--set", "workload.model=layers", "--set", 'workload.layers=[{name="a",params=1,forward="1 ms",backward="1 ms"}]'],
-            "no compute to measure",
+            "computes nothing",
         ),
         (["--set", "workload.model=resnet5"], "not a model that can be executed"),
     ],
