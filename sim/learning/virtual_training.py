@@ -1,6 +1,6 @@
-"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all trainers' replicas at once.
+"""Training without a clock: the protocol of ``fleetbench.plan.drive`` over all trainers' replicas at once.
 
-And the store of what was learnt.
+It also has the store of trajectories.
 """
 
 import contextlib
