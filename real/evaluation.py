@@ -1,7 +1,7 @@
 """Evaluation: the last layer's vector of every sample of a data set, by one process.
 
-All samples in the data's own order: nothing is held out, shuffled or augmented. Ids are places, from 0, in the data (digits,
-synthetic, text, a factory's own inputs), and the paths of ``val.txt`` for pictures.
+All samples come in the data's own order: nothing is held out, shuffled or augmented. Ids are positions in the
+data, from 0 (digits, synthetic, text, a factory's own inputs), or the paths of ``val.txt`` for pictures.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ def evaluate(
     samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Write the vectors of a data set, as float32, to a Parquet file at ``path``, and return what was evaluated.
+    """Write the vectors of a data set, as float32, to a Parquet file at ``path``, and return a summary.
 
-    ``checkpoint``: weights of the model, which it needs. ``samples``: the first so many, otherwise all.
+    ``checkpoint``: weights of the model; required. ``samples``: the number of first samples, by default all.
 
-    The model evaluates (no dropout, batch norm by its stored statistics) in ``workload.dtype``, in
-    batches of ``workload.batch_size``, the last one as small as it comes; the strategy plays no part.
-    Raises ``ConfigError`` for a model, a checkpoint or data that cannot be evaluated.
+    The model evaluates (no dropout, batch norm by its stored statistics) in ``workload.dtype``, in batches of
+    ``workload.batch_size``, of which the last may be smaller. The strategy has no effect. Raises
+    ``ConfigError`` for a model, a checkpoint or data that cannot be evaluated.
     """
     if experiment.run.device == "emulated":
         raise ConfigError("emulated compute gives no vectors", "run.device", "'emulated'", "--set run.device=cpu")
@@ -60,7 +60,7 @@ def evaluate(
     load_weights(model, file)
     num = len(ids) if samples is None else samples
     if num > len(ids):
-        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(ids)}, or leave it out for all")
+        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(ids)}, or omit it for all")
     refuse_repeated(ids[:num], "workload.data")
     begin_s = time.perf_counter()
     outputs = []
@@ -86,11 +86,14 @@ def evaluate(
 
 
 def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Callable[[int, int], torch.Tensor]]:
-    """Ids of a workload's samples, and what reads the model's inputs ``(last - first, ...)`` of samples ``first`` up to ``last``.
+    """Return the ids of a workload's samples, and a function that reads the model's inputs.
 
-    Raises ``ConfigError`` for data that cannot be read, or do not fit the model; so does reading, which names a broken sample.
+    The function returns the inputs, ``(last - first, ...)``, of samples ``first`` to ``last - 1``. Raises
+    ``ConfigError`` for data that cannot be read or do not fit the model; so does the function, which names a
+    broken sample.
     """
-    check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))  # no batch is too small for an evaluation
+    # no batch is too small for an evaluation
+    check_model(dataclasses.replace(workload, batch_size=max(2, workload.batch_size)))
     dtype = getattr(torch, workload.dtype)
     if data_source(workload) != "imagenet":
         inputs = read_data(workload, seed).inputs
@@ -113,10 +116,11 @@ def open_samples(workload: Workload, seed: int) -> tuple[Sequence[str], Callable
 
 @torch.no_grad()
 def load_weights(model: nn.Module, file: Path) -> None:
-    """Put the tensors of safetensors, or of ``torch.save(model.state_dict(), file)``, into the model. Nothing in the file is executed.
+    """Load the tensors of a safetensors file, or of ``torch.save(model.state_dict(), file)``, into the model.
 
-    Names, shapes and types must be the model's own; tied weights may be stored under any of their names. Raises ``ConfigError``
-    for a file that is damaged or holds anything else, and for one that differs; nothing is loaded then.
+    Nothing in the file is executed. Names, shapes and types must be the model's own; tied weights may be
+    stored under any of their names. Raises ``ConfigError`` for a file that is damaged or has anything else,
+    and for one that differs; nothing is loaded then.
     """
     hint = "torch.save(model.state_dict(), FILE) writes such a file, and so does fleet.save_persistables"
     if not file.is_file():
@@ -124,7 +128,7 @@ def load_weights(model: nn.Module, file: Path) -> None:
     found = read_part(file, hint)
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         keys = f"keys {name_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
-        raise ConfigError("is no table of tensors by their names", f"{_CHECKPOINT} {file}", keys, hint)
+        raise ConfigError("is not a table of tensors by name", f"{_CHECKPOINT} {file}", keys, hint)
     own = model_tensors(model)
     first_names = {id(tensor): name for name, tensor in own.items()}
     names = {name: first_names[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}

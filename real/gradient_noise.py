@@ -1,7 +1,8 @@
-"""Gradient noise: how far the gradients of batches, and trainers that exchange nothing, are from their means.
+"""Gradient noise: distances of batches' gradients, and of trainers without exchange, from their means.
 
-The noise scale is the simple one of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv 1812.06162, appendix A.1),
-from squares of gradients of one batch and of the mean over all batches of all steps, as if parameters stood still in the meantime.
+The noise scale is the simple one of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv
+1812.06162, appendix A.1), from squares of gradients of one batch and of the mean over all batches of all
+steps, as if parameters did not change in the meantime.
 """
 
 import math
@@ -15,9 +16,10 @@ from real.communication.communicators import Communicators
 
 
 class GradientNoise:
-    """Of some steps from common parameters: ``add`` after each backward, then ``measured`` once.
+    """Gradient noise over some steps from common parameters.
 
-    It keeps two copies of the parameters, on the host.
+    Call ``add`` after each backward, then ``measured`` once. It keeps two copies of the parameters, on the
+    host.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], communicators: Communicators) -> None:
@@ -28,7 +30,7 @@ class GradientNoise:
 
     @torch.no_grad()
     def add(self) -> None:
-        """The gradients of a step, which are there."""
+        """Add the current gradients of a step."""
         self._steps += 1
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
@@ -37,9 +39,13 @@ class GradientNoise:
 
     @torch.no_grad()
     def measured(self) -> dict[str, Any] | None:
-        """Fields of ``fleetbench.measurements.GradientNoise``; every trainer calls it, and has the same. None where one diverged."""
+        """Return fields of ``fleetbench.measurements.GradientNoise``, or ``None`` if a trainer diverged.
+
+        Every trainer calls it, and gets the same result.
+        """
         trainers, batches, device = self._communicators.trainers, self._steps * self._communicators.trainers, self._communicators.device
-        apart = of_mean = way = 0.0  # squares: of how far this trainer is from the middle of all, of the mean gradient, of the middle's way
+        # squared norms: of this trainer's distance from the mean of all, the mean gradient, the mean's way
+        apart = of_mean = way = 0.0
         for parameter, begin, total in zip(self._parameters, self._begin, self._sums, strict=True):
             gone, mean = parameter.detach() - begin.to(device), total.to(device) / self._steps
             middle = gone.clone()
@@ -52,7 +58,8 @@ class GradientNoise:
         square, apart = means.tolist()
         if not all(map(math.isfinite, (square, apart, of_mean, way))):
             return None
-        variance = (square - of_mean) * batches / max(1, batches - 1)  # of the gradient of one trainer's batch
+        # variance of the gradient of one trainer's batch
+        variance = (square - of_mean) * batches / max(1, batches - 1)
         signal = of_mean - variance / batches
         scale = variance / signal / trainers if signal > variance / batches else None
         return {"steps": self._steps, "scale": scale, "drift": (apart / way) ** 0.5 if way else 0.0}

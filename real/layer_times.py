@@ -1,13 +1,12 @@
-"""Layer times: what compute takes on this rank, layer by layer, and what memory; and the layer table of what all ranks measured.
+"""Layer times: one rank's compute time by layer and its memory, and the layer table of all ranks.
 
-The engine runs as it will, mixed precision, recompute, compiled blocks and the fused update
-included, but for a world of one trainer: no gradient is exchanged. All ranks of the launch do it at
-once, because they share a host.
+The engine runs as it will in training, with mixed precision, recompute, compiled blocks and the fused update,
+but as if there were one trainer: no gradient is exchanged. All ranks of the launch do it at once, because
+they share a host.
 
-A layer is a module that owns parameters; the time of modules without any, and of the loss,
-belongs to the layer before. The backward is measured by when gradients are final, so that a
-layer's backward is what passes until its last gradient is. Inside a compiled block no hook runs:
-the whole block is filed under the last of its layers.
+A layer is a module that owns parameters. The time of modules without any, and of the loss, belongs to the
+layer before. A layer's backward lasts until its last gradient is final. Inside a compiled block no hook runs,
+so the whole block counts as the last of its layers.
 """
 
 import contextlib
@@ -46,22 +45,22 @@ from real.leg import Leg
 
 Floats = npt.NDArray[np.float64]
 LEAST_STEPS = 3
-"""Steps that are counted, however long they take."""
+"""Smallest number of counted steps, however long they take."""
 _WARMUP_SHARE = 0.2
 
 
 @dataclass(slots=True)
 class LayerTimes:
-    """Nanoseconds of every profiled step of one rank, one inner list a step."""
+    """Times in ns of every profiled step of one rank, one inner list per step."""
 
     layers: list[str]
     """Modules that own parameters, in registration order."""
     gradients: list[tuple[str, int, str]]
-    """Name, elements and type of every gradient, in registration order."""
+    """Name, number of elements and type of every gradient, in registration order."""
     forward: list[list[int]] = field(default_factory=list)
-    """Of every layer."""
+    """Forward of every layer."""
     ready: list[list[int | None]] = field(default_factory=list)
-    """From the end of the forward until each gradient is final; none for a gradient that did not come."""
+    """Time from the end of the forward until each gradient is final; ``None`` for a missing gradient."""
 
 
 @dataclass(slots=True)
@@ -75,11 +74,11 @@ class _Step:
 
 
 class LayerClock:
-    """Hooks a model between ``attach`` and ``detach``; ``keep`` files the step that has passed.
+    """Hooks a model between ``attach`` and ``detach``; ``keep`` stores the step that has passed.
 
-    A step: ``forward`` (the model's own, from its hook to its hook; layers that are entered are
-    marked) -> ``backward`` (what checkpoints compute again is no forward; gradients are marked).
-    Forwards in evaluation mode or without gradients are not seen.
+    A step: ``forward`` (the model's own, from its hook to its hook, with marks at each layer's entry) ->
+    ``backward`` (with marks at each gradient; a recomputed forward does not count). Forwards in evaluation
+    mode or without gradients are ignored.
     """
 
     def __init__(self, model: torch.nn.Module, clock: Clock | None = None) -> None:
@@ -94,7 +93,7 @@ class LayerClock:
         self._in_forward = False
         self._kept: list[_Step] = []
         self.current = self._layers[0]
-        """The layer that was entered last."""
+        """Layer that was entered last."""
 
     def attach(self) -> None:
         """Hook the model, its modules and its parameters."""
@@ -112,18 +111,18 @@ class LayerClock:
         self._handles.clear()
 
     def keep(self) -> None:
-        """File the last step among ``times``."""
+        """Store the last step for ``times``."""
         assert self._step is not None
         self._kept.append(self._step)
         self._step = None
 
     @property
     def forward_end(self) -> Mark:
-        """When the forward of the step that was kept last ended."""
+        """End of the forward of the last stored step."""
         return self._kept[-1].forward_end
 
     def times(self) -> LayerTimes:
-        """Of the steps that were kept; waits for the device."""
+        """Return the times of the stored steps; waits for the device."""
         dtype = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in self._parameters.items()}
         times = LayerTimes(list(self._layers), [(name, item.numel(), dtype[name]) for name, item in self._parameters.items()])
         for step in self._kept:
@@ -134,12 +133,17 @@ class LayerClock:
         return times
 
     def _forward_of(self, step: _Step) -> list[int]:
-        """What passes from each layer's entry to the next one's; the first begins with the step, the last ends with the forward."""
+        """Return the time from each layer's entry to the next one's.
+
+        The first layer begins with the step, the last ends with the forward.
+        """
         names = list(step.entered)
         begin, *entered, end = self._clock.resolve([step.begin, *step.entered.values(), step.forward_end])
         at = dict(zip(names, entered, strict=True))
         entry = {name: at.get(_nearest(name, at), begin) for name in self._layers}
-        order = sorted(self._layers, key=lambda name: (entry[name], name in at))  # of those entered with it, the module itself has the time
+        order = sorted(
+            self._layers, key=lambda name: (entry[name], name in at)
+        )  # among layers entered together, the module itself gets the time
         bounds = [begin, *(entry[name] for name in order[1:]), end]
         spans = {name: bounds[index + 1] - bounds[index] for index, name in enumerate(order)}
         return [spans[name] for name in self._layers]
@@ -159,7 +163,7 @@ class LayerClock:
         is_layer = name in self._layers
 
         def hook(*_: object) -> None:
-            if torch.compiler.is_compiling():  # within a graph there is no time to tell, and asking for it would break the graph
+            if torch.compiler.is_compiling():  # a graph has no clock, and reading one would break it
                 return
             if self._in_forward and self._step is not None:
                 self._step.entered.setdefault(name, self._clock.mark())
@@ -175,7 +179,7 @@ class LayerClock:
 
 
 def _nearest(name: str, entered: dict[str, int]) -> str:
-    """The module itself, or the innermost around it that was entered; nothing where only the model was."""
+    """Return the module itself, or the innermost around it that was entered; empty if only the model was."""
     while name and name not in entered:
         name = name.rpartition(".")[0]
     return name
@@ -183,31 +187,31 @@ def _nearest(name: str, entered: dict[str, int]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """One rank's part of a layer table, as it came. Times in ns, one entry a step."""
+    """One rank's raw part of a layer table. Times are in ns, one entry per step."""
 
     layers: LayerTimes
     backward: list[int] = field(default_factory=list)
     update: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
-    """The loop's own work: the batch, where no thread makes it ahead, the loss, the gradients unscaled."""
+    """Time of the loop's own work: the batch (unless a thread prepares it), the loss, unscaling gradients."""
     load: list[int] = field(default_factory=list)
-    """What making a batch took in its thread; nothing where the loop makes it."""
+    """Time of a batch in its thread; empty if the loop makes batches."""
     loaders: int = 0
-    """Threads that make batches."""
+    """Number of threads that make batches."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes, by the fields of ``Memory``."""
+    """Bytes by the fields of ``Memory``."""
     gradient_noise: dict[str, Any] | None = None
-    """By the fields of ``GradientNoise``."""
+    """Gradient noise by the fields of ``GradientNoise``."""
     touched: dict[str, list[int]] = field(default_factory=dict)
-    """Numbers that a step touches, of every sparse gradient."""
+    """Number of elements that a step touches, for every sparse gradient."""
     activation_bytes: dict[str, int] = field(default_factory=dict)
-    """Saved for the backward, by layer."""
+    """Bytes saved for the backward, by layer."""
     buffers_nbytes: int = 0
     averaged_nbytes: int = 0
 
 
 class Alone(Communicators):
-    """This rank by itself; only the statistics of synchronised batch norm still meet the others'."""
+    """This rank by itself; only the statistics of synchronised batch norm still use the other ranks."""
 
     def __init__(self, others: Communicators) -> None:
         self._others = others
@@ -215,16 +219,16 @@ class Alone(Communicators):
 
     @property
     def trainers(self) -> int:
-        """One."""
+        """One trainer."""
         return 1
 
     @property
     def rank(self) -> int:
-        """The first, of one."""
+        """Rank 0, of one."""
         return 0
 
     def require(self, number: int, groups: Mapping[str, Parts] | None = None) -> None:
-        """Nobody is there to be met."""
+        """Do nothing, because there are no other ranks."""
 
     @property
     def beside(self) -> dist.ProcessGroup:
@@ -233,18 +237,18 @@ class Alone(Communicators):
 
 
 class ProfileLeg:
-    """Steps of one strategy's compute, of which no gradient leaves the rank.
+    """Steps of one strategy's compute, in which no gradient leaves the rank.
 
     Life cycle: warm-up; then steps for the table. Its caller trains, see ``steps``.
     """
 
     engine: Engine
-    """What runs the strategy, from the first step on."""
+    """Engine of the strategy, from the first step on."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, communicators: Communicators, *, reads_ahead: ReadsAhead | None = None
     ) -> None:
-        """``reads_ahead`` is where batches come from, one a step, where threads make them ahead."""
+        """``reads_ahead``: source of batches, one per step, if threads prepare them."""
         self._model = model
         self._reads_ahead = reads_ahead if reads_ahead is not None and reads_ahead.loaders else None
         self._optimizer = optimizer
@@ -252,16 +256,16 @@ class ProfileLeg:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._clock = LayerClock(model, clock_of(communicators.device))
         self._noise: GradientNoise | None = None
-        """Of the warm-up, whose times do not count."""
+        """Gradient noise during the warm-up, whose times do not count."""
         self._counted: set[int] = set()
         self._touched: dict[str, list[int]] = {}
 
     def steps(self, leg: Leg, on_step: Callable[[int], None]) -> Generator[SavedForBackward | None, None, Measured]:
-        """Yield before each step, which the caller trains; what is yielded is to be entered around that step's forward.
+        """Yield before each step that the caller trains; the value is a context for the step's forward.
 
-        After each ``optimizer.step()``, while gradients are there, the caller calls ``update_done``.
+        After each ``optimizer.step()``, while gradients exist, the caller calls ``update_done``.
         """
-        self._clock.attach()  # before the engine, whose own work in its hooks belongs to compute
+        self._clock.attach()  # before the engine, because work in its hooks belongs to compute
         self.engine = engine = Engine(self._model, leg.strategy, Alone(self._communicators), first_step=1 - leg.warmup_steps)
         engine.attach_optimizer(self._optimizer)
         engine.on_step = on_step
@@ -271,7 +275,7 @@ class ProfileLeg:
             saved, step_s = yield from self._warm_up(leg)
             found = None if self._noise is None else self._noise.measured()
             self._noise = None
-            reset_peak(self._communicators.device)  # its copies are no memory of the training
+            reset_peak(self._communicators.device)  # its copies are not part of the training's memory
             for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
                 yield None
                 self._counted.add(engine.step)
@@ -283,7 +287,10 @@ class ProfileLeg:
             self._clock.detach()
 
     def _warm_up(self, leg: Leg) -> Generator[SavedForBackward | None, None, tuple[dict[str, int], float]]:
-        """Step until the plan has settled and blocks are compiled; bytes saved for a backward, by layer, and seconds of a step."""
+        """Step until the plan has settled and blocks are compiled.
+
+        Returns the bytes saved for a backward, by layer, and the seconds of a step.
+        """
         yield None
         saved = SavedForBackward(self._model, lambda: self._clock.current)
         yield saved
@@ -294,7 +301,7 @@ class ProfileLeg:
         return dict(saved.by_name), (yield from self._agreed_step_s()) if more > 0 else step_s
 
     def _agreed_step_s(self) -> Generator[SavedForBackward | None, None, float]:
-        """Seconds of one step, on the slowest rank: all must take the same number of them."""
+        """Return the seconds of one step on the slowest rank, because all ranks must make the same number."""
         begin = time.monotonic()
         yield None
         took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
@@ -304,7 +311,7 @@ class ProfileLeg:
         return float(took[0])
 
     def update_done(self) -> None:
-        """An optimizer's step is over, and its gradients are still there: count what sparse ones touch."""
+        """Count the elements that sparse gradients touch, after an optimizer's step."""
         if self._noise is not None:
             self._noise.add()
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
@@ -327,7 +334,7 @@ class ProfileLeg:
         )
         forwards = map(sum, measured.layers.forward)
         steps = engine.stopwatch.steps
-        # of each of the last steps but one, the batch that was taken after it: a step ends with the next one's forward
+        # a step ends with the next one's forward, so each step gets the batch that was taken after it
         times = [] if self._reads_ahead is None else list(self._reads_ahead.times)
         batches = times[-len(steps) :][1:] if len(times) >= len(steps) else []
         measured.loaders = self._reads_ahead.loaders if self._reads_ahead is not None and batches else 0
@@ -335,7 +342,8 @@ class ProfileLeg:
         for timed, batch in zip(steps, batches, strict=True):
             record = timed.record
             if record.step in self._counted:
-                forward = next(forwards)  # the last one's: what a loop accumulates before it is the loop's own work
+                # the last forward's: earlier accumulation counts as the loop's own work
+                forward = next(forwards)
                 known = forward + record.backward_ns + record.stall_ns + record.update_ns + timed.paused_ns
                 measured.backward.append(record.backward_ns)
                 measured.update.append(record.update_ns)
@@ -346,7 +354,10 @@ class ProfileLeg:
 
 
 def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
-    """One table from all ranks' steps, with the layers' backward from when gradients are final; ``parts`` are ``Measured``."""
+    """Return one table from all ranks' steps; ``parts`` are ``Measured``.
+
+    The layers' backward follows from the times at which gradients are final.
+    """
     first = parts[0]
     times = first["layers"]
     forward = np.concatenate([np.asarray(part["layers"]["forward"], dtype=float) for part in parts])
@@ -397,7 +408,7 @@ def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
 
 
 def memory_of(parts: list[dict[str, Any]]) -> Memory:
-    """The most that any rank needs."""
+    """Return the largest memory that any rank needs."""
     return Memory(**{field.name: Bytes(max(part["memory"][field.name] for part in parts)) for field in dataclasses.fields(Memory)})
 
 
@@ -410,7 +421,10 @@ def _mad(values: Floats) -> Nanoseconds:
 
 
 def _ready_steps(parts: list[dict[str, Any]]) -> Floats:
-    """When each gradient was final, by step and gradient; at the step's backward's end where it did not come, or came later."""
+    """Return the time at which each gradient was final, shape ``(steps, gradients)``.
+
+    A gradient that was missing, or later than the backward's end, has the backward's end.
+    """
     return np.array(
         [
             [end if time is None else min(time, end) for time in step]
@@ -422,7 +436,10 @@ def _ready_steps(parts: list[dict[str, Any]]) -> Floats:
 
 
 def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> dict[str, int]:
-    """Bytes by the fields of ``fleetbench.measurements.Memory``; ``activations`` were counted before."""
+    """Return bytes by the fields of ``fleetbench.measurements.Memory``.
+
+    ``activations`` were counted before.
+    """
     parameters = list(model.parameters())
     return {
         "parameters": sum(parameter.nbytes for parameter in parameters),
@@ -434,9 +451,9 @@ def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most so far, or since ``reset_peak``: of torch's allocator on a CUDA device, of the whole process on a CPU.
+    """Return the peak bytes so far, or since ``reset_peak``; 0 if the system does not report them.
 
-    0 where the system does not tell.
+    They are those of torch's allocator on a CUDA device, and of the whole process on a CPU.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -448,7 +465,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let ``peak_bytes`` count from now on, where the system allows it."""
+    """Let ``peak_bytes`` count from now on, if the system supports it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

@@ -1,4 +1,4 @@
-"""Leg: one strategy for so many steps of a living launch."""
+"""Leg: one strategy for a number of steps of a living launch."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,31 +9,35 @@ from fleetbench.strategy import DistributedStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg(Config):
-    """What the workers of a launch do next."""
+    """Next task of a launch's workers."""
 
     strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
     steps: int
-    """Counted steps."""
+    """Number of counted steps."""
     warmup_steps: int = 5
-    """Steps before step 1, trained and not counted."""
+    """Number of steps before step 1, trained but not counted."""
     start: Literal["continue", "initial", "as_is"] = "continue"
-    """From where training is (for step times), or from the initial parameters, optimizer and data order; ``as_is``: a user's script under
-    the strategy of its own, whatever ``strategy`` says, which also tells what the script is."""
+    """Start of the leg: the current state of training (for step times), or the initial parameters, optimizer
+    and data order. ``as_is`` runs a user's script under its own strategy, ignoring ``strategy``, and reports
+    the script's facts."""
     seed: int | None = None
-    """Of a leg from the initial parameters: of these and of the order of the data, which are split as ever; the experiment's, if none.
-    A user's script finds it in ``FLEETBENCH_SEED``."""
+    """Seed of a leg from the initial parameters, for these and for the order of the data, whose split stays;
+    the experiment's if ``None``. A user's script finds it in ``FLEETBENCH_SEED``."""
     evaluate: bool = False
-    """Snapshot the parameters every ``workload.eval_every`` steps and look for the target."""
+    """Whether to copy the parameters every ``workload.eval_every`` steps and look for the target."""
     ends_at_target: bool = False
-    """Of an evaluated leg: evaluate during it, and end where the target's crossing is confirmed. Legs of a script, of servers, of fragments
-    and of emulated compute train on."""
+    """Whether an evaluated leg evaluates during its steps, and ends once the target's crossing is confirmed.
+    Legs of a script, of servers, of fragments and of emulated compute continue to train."""
     window: int = 0
-    """Which injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Legs that are compared share it."""
+    """Index of the injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Compared
+    legs share it."""
     record: bool = False
-    """Keep every rank's events and operations."""
+    """Whether to keep every rank's events and operations."""
     profile: bool = False
-    """Measure layer times instead: no exchange, no injected stragglers; steps are then the most of their kind."""
+    """Whether to measure layer times instead: no exchange, no injected stragglers; ``steps`` is then a
+    maximum."""
     max_s: float = 10.0
-    """While measuring layer times: take fewer steps where all of them would last longer, but three at least."""
+    """Seconds in which layer times are measured: fewer steps are made if all would take longer, but at least
+    three."""
     endpoints: tuple[str, ...] = ()
-    """``host:port`` of every parameter server; a session fills it in."""
+    """``host:port`` of every parameter server; a session sets it."""

@@ -1,8 +1,8 @@
 """Leg steps: how one rank runs a leg, of a user's script or of an experiment's own workload.
 
-A leg is a generator. It yields the engine that runs the next step, hears after that step whether what is trained has come to its end
-instead, and returns this rank's part of the results, as plain data. Legs change after the step, outside of the optimizer's hooks: those
-may not be changed while they run.
+A leg is a generator. It yields the engine that runs the next step, receives after that step whether the
+training has ended instead, and returns this rank's part of the results, as plain data. Legs change after the
+step, outside of the optimizer's hooks, which may not be changed while they run.
 """
 
 import math
@@ -30,62 +30,69 @@ if TYPE_CHECKING:
 
 Beat = Callable[[int], None]
 LegEngine: TypeAlias = "Engine | ShardedEngine | ServedTraining"
-"""What executes a leg's strategy: by collectives, with a sharded model or with servers."""
+"""Engine of a leg's strategy: with collectives, with a sharded model, or with servers."""
 LegSteps = Generator[LegEngine, bool | None, dict[str, Any]]
-"""A leg under way, see the module."""
+"""A running leg, see the module."""
 
 
 class Trained(ABC):
-    """What the legs of a rank train: a user's script (``EngineSwitch``), or an experiment's own workload (``real.training``)."""
+    """The training of a rank's legs: a user's script (``EngineSwitch``), or an experiment's own workload.
+
+    ``real.training`` has the latter.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def __init__(self, communicators: Communicators, own_strategy: DistributedStrategy, trainers_per_node: int) -> None:
-        """``own_strategy``: what it asks for by itself."""
+        """``own_strategy``: the strategy that the script or experiment itself asks for."""
         self.communicators, self.own_strategy, self.trainers_per_node = communicators, own_strategy, trainers_per_node
         self.batch_size: int | None = None
-        """Of a trainer's step, once a leg has begun, where it is known."""
+        """Batch size of a trainer's step, once a leg has begun, if it is known."""
         self.notes: tuple[str, ...] = ()
-        """What a driver is to know of it beside its strategy."""
+        """Notes for the driver, in addition to the strategy."""
         self.has_arrived = False
-        """The leg under way is over before all of its steps, on every rank after the same one."""
+        """Whether the current leg is over before all of its steps, after the same step on every rank."""
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """Device of the model."""
         return self.communicators.device
 
     @abstractmethod
     def begin(self, leg: Leg, beat: Beat) -> LegEngine:
-        """Change to the leg's strategy. The next step is the leg's first; ``beat`` hears of every step as it begins."""
+        """Change to the leg's strategy; the next step is the leg's first.
+
+        ``beat`` is called at every step's start.
+        """
 
     @abstractmethod
     def results(self, leg: Leg) -> dict[str, Any]:
-        """What it adds to the part of a timed leg, which is over."""
+        """Return additional entries for the part of a timed leg that is over."""
 
     @abstractmethod
     def measuring(self, leg: Leg) -> ProfileLeg:
-        """What measures layer times from the next step on."""
+        """Return the measurement of layer times, from the next step on."""
 
     @abstractmethod
     def use(self, engine: Engine) -> None:
-        """This engine runs the model from now on."""
+        """Let this engine run the model from now on."""
 
     @abstractmethod
     def count_saved(self, saved: SavedForBackward) -> None:
-        """Count what the next step's forward saves for its backward."""
+        """Count the bytes that the next step's forward saves for its backward."""
 
 
 def begin_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
-    """What the driver has ordered."""
+    """Start the leg that the driver has ordered."""
     return (profiled_leg if leg.profile else timed_leg)(leg, trained, beat)
 
 
 def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
-    """Steps under one strategy, each as the stopwatch saw it; of a leg that ends early, only how many.
+    """Run steps under one strategy, timed by the stopwatch.
 
-    A checkpoint that was loaded counts steps from elsewhere: they are counted from the leg's begin here.
+    A leg that ends early returns only their number. A loaded checkpoint changes the step numbers, so steps
+    are counted from the leg's start here.
     """
     first_step, total = 1 - leg.warmup_steps, leg.warmup_steps + leg.steps
     engine = trained.begin(leg, beat)
@@ -113,7 +120,7 @@ def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
         **trained.results(leg),
     }
     records = [step["record"] for step in part["steps"]]
-    shift = records[0]["step"] - first_step if records else 0  # none where times are not kept
+    shift = records[0]["step"] - first_step if records else 0  # no records if times are not kept
     part["evaluated"] = [step - shift for step in part["evaluated"] if step in {record["step"] for record in records}]
     for entry in (*records, *part["spans"]):
         entry["step"] -= shift
@@ -121,7 +128,7 @@ def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
 
 
 def profiled_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
-    """Layer times under one strategy's compute, of which nothing is exchanged; see ``real.layer_times``."""
+    """Measure layer times under one strategy's compute, without exchange; see ``real.layer_times``."""
     measuring = trained.measuring(leg)
     steps = measuring.steps(leg, beat)
     measured: dict[str, Any] | None = None
@@ -135,7 +142,7 @@ def profiled_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
             break
         engine = measuring.engine
         if num_steps == 0:
-            trained.use(engine)  # which the leg itself closes, before the next change
+            trained.use(engine)  # the leg itself closes it, before the next change
         if saved is not None:
             trained.count_saved(saved)
         if (yield engine):
@@ -150,7 +157,7 @@ def profiled_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
 
 @torch.no_grad()
 def not_finite(stopwatch: Stopwatch, model: nn.Module, num_steps: int) -> dict[str, Any] | None:
-    """What of a leg is NaN or infinite, and in which of its steps, from 1: the first loss, or a parameter at its end."""
+    """Return what is NaN or infinite in a leg, a loss or a parameter at its end, and the step, from 1."""
     for number, timed in enumerate(stopwatch.steps, start=1):
         loss = timed.record.loss
         if loss is not None and not math.isfinite(loss):
@@ -162,7 +169,7 @@ def not_finite(stopwatch: Stopwatch, model: nn.Module, num_steps: int) -> dict[s
 
 @contextmanager
 def keeping_gradients(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, ``.grad`` are what they were."""
+    """Restore the ``.grad`` of all parameters at the end of the context."""
     held = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         yield

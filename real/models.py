@@ -1,4 +1,4 @@
-"""Models: the models that one process trains, each with an engine of its own on the job's communicators."""
+"""Models: the models that one process trains, each with its own engine on the job's communicators."""
 
 import gc
 from collections.abc import Iterator
@@ -19,10 +19,11 @@ MODEL = "fleet.distributed_model"
 
 
 class Models:
-    """The engines, one a model, in the order of ``fleet.distributed_model``; iterating gives those that know each other.
+    """The engines, one per model, in the order of ``fleet.distributed_model``.
 
-    An engine lives as long as its model. If a script drops a model, such as that of an earlier fold, ``sweep`` forgets
-    it. The last engine is kept, to warn at exit of an open round.
+    Iteration gives only those that ``fleet.distributed_model`` created. An engine lives as long as its model.
+    If a script drops a model, such as that of an earlier fold, ``sweep`` forgets it. The last engine is kept,
+    to warn at exit of an open round.
     """
 
     def __init__(self) -> None:
@@ -31,13 +32,13 @@ class Models:
 
     @property
     def engines(self) -> list[Engine]:
-        """Those whose models are there."""
+        """Engines whose models still exist."""
         return [engine for own in self._found if (engine := own()) is not None]
 
     def sweep(self, meeting: Meeting, *, collects: bool = False) -> None:
-        """Forget models that some trainer's script has dropped; every trainer calls it, before engines communicate.
+        """Forget models that any trainer's script has dropped; all call it before engines communicate.
 
-        ``collects``: free their memory now.
+        ``collects``: whether to free their memory now.
         """
         if len(self._found) < (1 if collects else 2):
             return
@@ -48,16 +49,16 @@ class Models:
         self._found = [own for own, told in zip(self._found, zip(*alive, strict=True), strict=True) if all(told)]
 
     def __iter__(self) -> Iterator[FleetEngine]:
-        """The engines that were made by ``fleet.distributed_model``, and not by a driver's orders."""
+        """Iterate over the engines created by ``fleet.distributed_model``, not those of a driver's orders."""
         return (engine for engine in self.engines if isinstance(engine, FleetEngine))
 
     @property
     def have_agreed(self) -> bool:
-        """Whether no trainer has updated alone since all of them last agreed."""
+        """Whether no trainer has updated by itself since all of them last agreed."""
         return all(engine.has_agreed for engine in self.engines)
 
     def put(self, engine: Engine) -> None:
-        """This engine runs its model from now on."""
+        """Let this engine run its model from now on."""
         self._last = engine
         for index, own in enumerate(self._found):
             if (before := own()) is not None and before.model is engine.model:
@@ -66,22 +67,22 @@ class Models:
         self._found.append(ref(engine))
 
     def forget(self, engine: Engine) -> None:
-        """Another model takes the place of this engine's; every trainer calls it."""
+        """Forget an engine whose model is replaced by another; every trainer calls it."""
         self._found = [own for own in self._found if own() is not engine]
         self._last = None if self._last is engine else self._last
 
     def of(self, model: nn.Module) -> Engine | None:
-        """The model's engine, where it has one."""
+        """Return the model's engine, or ``None``."""
         return next((engine for engine in self.engines if engine.model is model), None)
 
     def all(self, where: str) -> list[Engine]:
-        """Every engine. Raises ``ConfigError`` where there is none."""
+        """Return all engines. Raises ``ConfigError`` if there is none."""
         if not (engines := self.engines):
             raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
         return engines
 
     def only(self, where: str, meeting: Meeting) -> Engine:
-        """The one that there is; every trainer calls it. Raises ``ConfigError`` for several."""
+        """Return the only engine; every trainer calls it. Raises ``ConfigError`` for several."""
         if len(self._found) > 1:
             self.sweep(meeting, collects=True)
         engine, *others = self.all(where)
@@ -92,7 +93,7 @@ class Models:
         return engine
 
     def holding(self, optimizer: torch.optim.Optimizer, where: str) -> list[Engine]:
-        """The engines some of whose parameters the optimizer holds.
+        """Return the engines of whose parameters the optimizer holds some.
 
         Raises ``ConfigError`` for an optimizer that holds parameters of none of several models.
         """
@@ -112,7 +113,7 @@ class Models:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Backwards inside leave their gradients on this trainer alone: those of one model, or of all."""
+        """Let backwards inside keep their gradients on this trainer: for one model, or for all."""
         with ExitStack() as stack:
             for engine in self.all("fleet.no_sync"):
                 if model in (None, engine.model):
@@ -128,21 +129,21 @@ class Models:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """See ``Fleet.join``: of one model, or of all."""
+        """See ``Fleet.join``, for one model, or for all."""
         where = "fleet.join" if model is None else "model.join"
         if not divide_by_initial_world_size:
             hint = "leave it out: gradients are divided by the number of all trainers"
-            raise ConfigError("divides by the trainers that go on, which no strategy does", where, "False", hint)
+            raise ConfigError("divides by the number of remaining trainers, which no strategy does", where, "False", hint)
         self.all(where)
         engines = [engine for engine in self if model in (None, engine.model)]
         if not enable or communicators.trainers == 1:
             return nullcontext()
         if not engines:
-            raise ConfigError("is not followed by a profile or a tuning", where, hint="give every trainer as many batches there")
+            raise ConfigError("is not supported in a profile or a tuning", where, hint="give all trainers the same number of batches there")
         return UnevenInputs(engines, communicators).joined(where, throws=throw_on_early_termination)
 
     def refuse_another(self, model: nn.Module, *, is_auto: bool, is_driven: bool) -> None:
-        """Raise ``ConfigError`` for a model beside others, or again, that would not train as under DistributedDataParallel."""
+        """Raise ``ConfigError`` for another model, or a repeated one, that would not train as in DDP."""
         if not self.engines:
             return
         if is_driven:
@@ -170,7 +171,7 @@ def _refuse_shared(known: nn.Module, model: nn.Module) -> None:
     if shared:
         what = "has a parameter of another distributed model, of which it is a part, or which is a part of it: both would average it"
         hint = (
-            "distribute the parts alone, or the whole, which the loop then calls; of a model that the new one takes the place of, `del` "
-            "its optimizer and its last loss, too"
+            "distribute only the parts, or only the whole, which the loop then calls; if the new model replaces an old one, `del` "
+            "the old one's optimizer and last loss, too"
         )
         raise ConfigError(what, MODEL, f"{shared[0][0]}, there {shared[0][1]}", hint)

@@ -20,11 +20,14 @@ ALL_GATHER, REDUCE_SCATTER = (
 )
 """Names of functions of ``torch.distributed``."""
 _GLOO_AVERAGES = hasattr(dist.Store, "clone")  # type: ignore[attr-defined]  # missing from __all__ only
-"""Whether gloo has ``ReduceOp.AVG``: it came with torch 2.8, as ``Store.clone`` did, which can be looked up."""
+"""Whether gloo has ``ReduceOp.AVG``: it came with torch 2.8, as did ``Store.clone``, which can be checked."""
 
 
 def average(tensor: torch.Tensor, ranks: int, *, group: dist.ProcessGroup | None, async_op: bool = False) -> dist.Work | None:
-    """All-reduce ``tensor`` to its mean over the group's ranks. Where gloo has no mean, ``tensor`` is divided first, and summed."""
+    """All-reduce ``tensor`` to its mean over the group's ranks.
+
+    If gloo has no mean, ``tensor`` is divided first, and summed.
+    """
     op = dist.ReduceOp.AVG
     if not _GLOO_AVERAGES and "gloo" in dist.get_backend_config(group):
         tensor.div_(ranks)
@@ -34,7 +37,7 @@ def average(tensor: torch.Tensor, ranks: int, *, group: dist.ProcessGroup | None
 
 
 def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that the function takes."""
+    """Return the arguments that the function takes."""
     taken = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in taken}
 
@@ -44,12 +47,12 @@ _TO_IGNORE = "_ddp_params_and_buffers_to_ignore"
 
 @contextmanager
 def without_first_sync(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Arguments by which a DistributedDataParallel that is made inside leaves the module's buffers as each rank has them.
+    """Yield arguments for a DistributedDataParallel that must not synchronise buffers when it is created.
 
-    Before torch 2.8 it has none for that. It then skips buffers that it is told to ignore, and sends rank 0's parameters: all ranks make it
-    at the same place, and their parameters are equal already.
+    Before torch 2.8 it has no such argument. Buffers are then marked to be ignored, and it sends rank 0's
+    parameters: all ranks create it at the same place, and their parameters are equal already.
     """
-    from torch.nn.parallel import DistributedDataParallel  # which may be on its way in when this module is imported
+    from torch.nn.parallel import DistributedDataParallel  # it may be only half imported when this module is
 
     if arguments := known(DistributedDataParallel.__init__, init_sync=False):
         yield arguments
@@ -66,9 +69,10 @@ def without_first_sync(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def second_connection(store: Any, rank: int) -> Any:
-    """A connection of its own to what holds ``store``'s keys, for another thread; every rank calls it at the same place.
+    """Return a separate connection to a store for another thread; every rank calls it at the same place.
 
-    Before torch 2.8 a store has no ``clone``, and a prefix cannot be read: the keys are then others, the same on all ranks.
+    Before torch 2.8 a store has no ``clone``, and a prefix cannot be read. The keys then differ from those of
+    ``store``, but are the same on all ranks.
     """
     if hasattr(store, "clone"):
         return store.clone()
@@ -76,7 +80,7 @@ def second_connection(store: Any, rank: int) -> Any:
     if rank == 0:
         store.set(key, secrets.token_hex(8))
     prefix = store.get(key).decode()
-    stores: Any = dist  # whose stores are missing from __all__
+    stores: Any = dist  # its stores are missing from __all__
     base = store._underlying_non_prefix_store if isinstance(store, stores.PrefixStore) else store  # noqa: SLF001  # torch has no public name for it
     if isinstance(base, stores.TCPStore):
         base = stores.TCPStore(base.host, base.port, is_master=False, timeout=base.timeout, wait_for_workers=False)

@@ -1,4 +1,7 @@
-"""What the real executor executes, on a device that computes and on an emulated one; everything else is refused by name."""
+"""Support of the real executor, on a device that computes and on an emulated one.
+
+Everything else is refused by name.
+"""
 
 import dataclasses
 
@@ -23,7 +26,7 @@ def is_emulated(experiment: Experiment) -> bool:
 
 
 def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for the first thing that takes real data, real losses or real numbers."""
+    """Raise ``ConfigError`` for the first setting that needs real data, real losses or real numbers."""
     workload = experiment.workload
     if workload.target_loss is not None and workload.loss_curve is None:
         hint = 'drop it, or declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
@@ -35,7 +38,7 @@ def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> 
 
 
 def with_compute(experiment: Experiment) -> Experiment:
-    """The experiment on a device that computes, for measuring what an emulated one sleeps by: this machine's processors."""
+    """Return the experiment on this machine's CPU, to measure the times of an emulated device."""
     if not is_emulated(experiment):
         return experiment
     return experiment.replace(
@@ -45,13 +48,16 @@ def with_compute(experiment: Experiment) -> Experiment:
 
 
 def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
-    """The strategy without what changes compute alone: that is in the layer table, and there is no compute to change."""
-    kept = () if strategy.sharding_configs.param_dtype == "own" else ("strategy.amp",)  # which that needs
+    """Return the strategy without settings that only change compute.
+
+    Their effect is in the layer table, and there is no compute to change.
+    """
+    kept = () if strategy.sharding_configs.param_dtype == "own" else ("strategy.amp",)  # the type needs it
     return strategy.without(*(name for name in COMPUTE_ONLY if not name.startswith(kept)))
 
 
 def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[dict[str, str]]:
-    """Lines that a run leaves out without being wrong about time."""
+    """Return notes on lines that a run leaves out without effect on its times."""
     found = []
     workload = experiment.workload
     if workload.target_loss is not None and strategy.mode == "ps":
@@ -59,7 +65,7 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
     elif workload.target_loss is not None and workload.loss_curve is None:
         found.append(skip("workload.target_loss", "no workload.loss_curve is declared: final_loss and time_to_target_s are null"))
     if workload.model == LAYERS and workload.host is not None and (workload.host.per_collective or workload.host.pack):
-        found.append(skip("workload.host", "starting collectives and packing take what they take on this machine"))
+        found.append(skip("workload.host", "starting collectives and packing take the time of this machine"))
     return found + skipped_by_layers(workload, strategy)
 
 
@@ -83,11 +89,11 @@ recompute recompute_configs.checkpoints build_strategy.fuse_all_optimizer_ops fe
 cudnn_exhaustive_search conv_workspace_size_limit fraction_of_gpu_memory_to_use
 """
 _SHARDED = frozenset(f"strategy.{name}" for name in _SHARDED_FIELDS.split())
-"""Fields that a sharded training carries out; every other one is refused by name where it is changed."""
+"""Fields that a sharded training executes; every other one is refused by name if it is changed."""
 
 
 def refuse_unshardable_strategy(strategy: DistributedStrategy, trainers: int) -> None:
-    """Raise ``ConfigError`` for a strategy that a sharded training of so many trainers does not carry out."""
+    """Raise ``ConfigError`` for a strategy that a sharded training of this many trainers cannot execute."""
     hint = "leave it at its default, or leave sharding out"
     refuse_unexecuted(strategy, "strategy", _SHARDED, "a sharded training", hint)
     degree, configs = degree_of(strategy.sharding_configs, trainers), strategy.sharding_configs
@@ -99,7 +105,7 @@ def refuse_unshardable_strategy(strategy: DistributedStrategy, trainers: int) ->
 
 
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for the first thing that the experiment asks for and real runs cannot do."""
+    """Raise ``ConfigError`` for the first setting that real runs do not support."""
     if experiment.run.launcher == "command":
         hint = "fleetbench sim simulates its profile, fleetbench tune -- COMMAND measures it"
         raise ConfigError("is a user's script, which only its own command trains", "workload.model", repr(experiment.workload.model), hint)
@@ -116,7 +122,7 @@ def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) ->
     refuse_unexecuted(experiment.cluster, "cluster", cluster, _EXECUTOR)
     emulated = is_emulated(experiment)
     if served and experiment.run.device not in ("cpu", EMULATED):
-        what, hint = "trains with parameter servers on CPUs alone", 'set run.device = "cpu", or "emulated"'
+        what, hint = "trains with parameter servers only on CPUs", 'set run.device = "cpu", or "emulated"'
         raise ConfigError(f"{_EXECUTOR} {what}", "run.device", repr(experiment.run.device), hint)
     if experiment.workload.model == LAYERS and not emulated:
         hint = 'set run.device = "emulated", simulate it, or choose a registry model'

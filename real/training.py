@@ -1,4 +1,7 @@
-"""Training: what an experiment trains on one rank, leg by leg. ``real.emulated.emulated_training`` sleeps instead of computing."""
+"""Training: an experiment's training on one rank, leg by leg.
+
+``real.emulated.emulated_training`` sleeps instead of computing.
+"""
 
 import dataclasses
 import hashlib
@@ -39,48 +42,48 @@ from real.training_log import TrainingLog
 
 
 class Training(Trained):
-    """An experiment's own workload on one rank: a model and its optimizer, which legs continue or start again.
+    """An experiment's own workload on one rank: a model and its optimizer, which legs continue or restart.
 
-    Life cycle of a leg: ``begin`` or ``measuring``; ``step``, as often as the leg wants one (``real.leg_steps``); ``results``.
-    A subclass says what a step computes.
+    Life cycle of a leg: ``begin`` or ``measuring``; ``step``, as often as the leg asks for one
+    (``real.leg_steps``); ``results``. A subclass defines the compute of a step.
     """
 
     steps_per_epoch: int | None
-    """Of one trainer; none where there are no epochs."""
+    """Number of steps of one trainer per epoch; ``None`` without epochs."""
     engine: LegEngine
-    """Of the leg under way; none between legs."""
+    """Engine of the current leg; not set between legs."""
 
     def __init__(self, experiment: Experiment, communicators: Communicators) -> None:
         super().__init__(communicators, experiment.strategy, experiment.cluster.trainers_per_node)
         self._experiment = experiment
         self.batch_size = experiment.workload.batch_size
         self._leg, self._step = Leg(steps=0), 0
-        """The leg under way, and its step that comes next."""
+        """Current leg, and its next step."""
         self._saved: SavedForBackward | None = None
-        """Counts what the next forward saves."""
+        """Counter of the bytes that the next forward saves."""
         self.keep_times = True
-        """Of every step; a training of weeks would not want that."""
+        """Whether to keep the times of every step; too many in a training of weeks."""
         self.log: TrainingLog | None = None
-        """Hears of every counted step's loss."""
+        """Receives every counted step's loss."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what outlives a leg."""
+        """Release resources that outlive a leg."""
 
     @abstractmethod
     def _table(self, strategy: DistributedStrategy) -> LayerTable | None:
-        """What is known of the layers' times under a strategy."""
+        """Return the layer table of a strategy, if it is known."""
 
     @abstractmethod
     def _train_step(self) -> torch.Tensor | float | None:
-        """Everything from the batch to the update; the loss."""
+        """Run everything from the batch to the update; return the loss."""
 
     @abstractmethod
     def _evaluate(self, step: int) -> None:
-        """After a step of an evaluated leg."""
+        """Evaluate after a step of an evaluated leg."""
 
     def run(self, leg: Leg, beat: Beat) -> dict[str, Any]:
-        """Run a leg; its part."""
+        """Run a leg, and return its part."""
         steps = begin_leg(leg, self, beat)
         while True:
             try:
@@ -91,7 +94,7 @@ class Training(Trained):
             self.step()
 
     def step(self) -> None:
-        """Train the next step of the leg under way, at its learning rate; after it, end an epoch and evaluate where that is due."""
+        """Train the leg's next step at its learning rate; then end an epoch and evaluate, if due."""
         leg, step, engine = self._leg, self._step, self.engine
         self._step += 1
         if leg.profile:
@@ -108,34 +111,35 @@ class Training(Trained):
             if self.log is not None:
                 self.log.end_epoch()
         if leg.evaluate and step >= 1 and step % workload.eval_every == 0:
-            if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":  # rows not looked up lately
+            # fetches rows that were not looked up lately
+            if isinstance(engine, ServedTraining) and engine.rules.mode != "geo_sgd":
                 with engine.stopwatch.pause():
                     engine.fetch()
             self._evaluate(step)
 
     def results(self, leg: Leg) -> dict[str, Any]:  # noqa: ARG002  # a subclass evaluates what the leg asks for
-        """Close the engine; a digest of the parameters."""
+        """Close the engine, and return a digest of the parameters."""
         self.engine.close()
-        del self.engine  # its buffers go before those of the next leg come
+        del self.engine  # frees its buffers before the next leg allocates its own
         return {"parameters": checksum(self.model)}
 
     @abstractmethod
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """One of the model's parameters."""
+        """Create an optimizer of the model's parameters."""
 
     def use(self, engine: Engine) -> None:
-        """This engine runs the model from now on."""
+        """Let this engine run the model from now on."""
         self.engine = engine
 
     def count_saved(self, saved: SavedForBackward) -> None:
-        """Count what the next step's forward and loss save for its backward."""
+        """Count the bytes that the next step's forward and loss save for its backward."""
         self._saved = saved
 
     def _start(self, leg: Leg) -> None:
         self._leg, self._step = leg, 1 - leg.warmup_steps
 
     def _engine(self, leg: Leg, strategy: DistributedStrategy, told: Told | None = None) -> LegEngine:
-        """What executes ``strategy``, with the optimizer attached and, where there are servers, joined to them."""
+        """Return the engine of ``strategy``, with the optimizer attached, joined to any servers."""
         run, first_step = self._experiment.run, 1 - leg.warmup_steps
         if strategy.mode == "ps":
             options = TrainerOptions(
@@ -171,7 +175,7 @@ class Training(Trained):
         return engine
 
     def _forecast(self, strategy: DistributedStrategy) -> tuple[Cost, dict[str, int]] | None:
-        """What the layer table knows beforehand, for a fusion that plans by it."""
+        """Return costs and times of readiness from the layer table, for a fusion that plans by cost."""
         table = self._table(strategy)
         if not strategy.fuses_by_cost or table is None:
             return None
@@ -179,7 +183,7 @@ class Training(Trained):
         return cost, {gradient.name: gradient.ready for gradient in table.by_readiness()}
 
     def _draws(self, leg: Leg) -> dict[int, int]:
-        """This rank's X of every step of the leg's window, in units of 2^-24."""
+        """Return this rank's X of every step of the leg's window, in units of 2^-24."""
         cluster, first = self._experiment.cluster, 1 - leg.warmup_steps
         steps = leg.warmup_steps + leg.steps
         drawn_from = first + leg.window * steps
@@ -188,10 +192,10 @@ class Training(Trained):
 
 
 class ComputedTraining(Training):
-    """A registry model, and its place in the data."""
+    """A registry model, and its position in the data."""
 
     def __init__(self, experiment: Experiment, data: Path, communicators: Communicators) -> None:
-        """``data`` were prepared there."""
+        """``data``: folder in which the data were prepared."""
         super().__init__(experiment, communicators)
         self._data, self._seed = data, experiment.run.seed
         workload = experiment.workload
@@ -204,7 +208,7 @@ class ComputedTraining(Training):
         self._position = 0
         self._snapshots: list[tuple[int, torch.Tensor]] = []
         self._measures: list[tuple[int, float, float | None]] = []
-        """Of the leg under way: steps, and the held-out loss and accuracy after them."""
+        """Steps of the current leg, with the held-out loss and accuracy after them."""
         self._injector: Injector | None = None
 
     def begin(self, leg: Leg, beat: Beat) -> LegEngine:
@@ -218,7 +222,7 @@ class ComputedTraining(Training):
         return self.engine
 
     def results(self, leg: Leg) -> dict[str, Any]:
-        """See ``Training``; with held-out losses."""
+        """See ``Training``; adds held-out losses."""
         found = super().results(leg)
         if self._injector is not None:
             self._injector.detach()
@@ -238,7 +242,7 @@ class ComputedTraining(Training):
         return ProfileLeg(self.model, self.optimizer, self.communicators, reads_ahead=reads_ahead)
 
     def close(self) -> None:
-        """Let go of the data."""
+        """Close the data."""
         self._batches.close()
 
     def _fresh_model(self) -> torch.nn.Module:
@@ -302,33 +306,34 @@ class ComputedTraining(Training):
         with self.engine.stopwatch.pause():
             flat, leg = self._flat_parameters(), self._leg
             in_flight = isinstance(self.engine, ServedTraining) or leg.strategy.localsgd_configs.has_fragments
-            if in_flight or not leg.ends_at_target:  # an exchange between those in flight would be another one on each rank
+            if in_flight or not leg.ends_at_target:  # an exchange now would not match across ranks
                 self._snapshots.append((step, flat))
                 return
             loss, accuracy = self._evaluated_at(flat)
             agreed = torch.tensor([loss], dtype=torch.float64, device=self.device)
-            self.communicators.all_reduce(agreed, "mean")  # hardware may differ in the last digit: all ranks end at one step
+            # ranks may differ in the last digit, but must end at one step
+            self.communicators.all_reduce(agreed, "mean")
             self._measures.append((step, float(agreed), accuracy))
             held_out = [(after, loss) for after, loss, _ in self._measures]
             self.has_arrived = crossing(held_out, self._experiment.workload.target_loss) is not None
 
     def _flat_parameters(self) -> torch.Tensor:
-        """Parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
+        """Return parameters, and the batch-norm statistics that an evaluation needs, as one vector."""
         return torch.cat([whole(tensor).reshape(-1) for tensor in evaluated(self.model)])
 
     def _evaluated_at(self, flat: torch.Tensor) -> tuple[float, float | None]:
-        """Mean loss and accuracy on the held-out split at the average of all trainers' parameters."""
+        """Return mean loss and accuracy on the held-out split, at the average of all trainers' parameters."""
         self.communicators.all_reduce(flat, "mean")
         return self._held_out.loss_and_accuracy(flat)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, without its history; that of a sharded one every rank asks for at the same place."""
+    """Return a whole tensor without its history; for a sharded one, all ranks call it at the same place."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def checksum(model: torch.nn.Module) -> str:
-    """Hexadecimal digest over all parameters' bits: equal on ranks that agree."""
+    """Return the hexadecimal digest of all parameters' bits: equal on ranks that agree."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(whole(parameter).cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

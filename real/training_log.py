@@ -1,4 +1,4 @@
-"""The training log: Fleet's line of a batch, ``[Epoch 0, batch 5] loss: 1.01921, acc1: 0.00000, acc5: 0.00000``."""
+"""The training log: Fleet's line per batch, such as ``[Epoch 0, batch 5] loss: 1.01921, acc1: 0.00000``."""
 
 from collections.abc import Mapping
 
@@ -8,9 +8,9 @@ from real.communication.lanes import host_reads
 
 
 class TrainingLog:
-    """Prints the line of every ``every``-th batch of an epoch, beginning with its batch 0.
+    """Prints the line of every ``every``-th batch of an epoch, starting with its batch 0.
 
-    Only these batches' values are read; on a device that waits for it.
+    It reads only these batches' values; on a device that waits for it.
     """
 
     def __init__(self, every: int) -> None:
@@ -19,7 +19,7 @@ class TrainingLog:
         self._batch = 0
 
     def report(self, values: Mapping[str, torch.Tensor | float]) -> None:
-        """A batch has these values, one number each."""
+        """Add a batch with these values, one number each."""
         if self._batch % self._every == 0:
             with host_reads():
                 told = {name: _number(value) for name, value in values.items()}
@@ -27,17 +27,17 @@ class TrainingLog:
         self._batch += 1
 
     def resume(self, epoch: int) -> None:
-        """So many epochs are over."""
+        """Continue after ``epoch`` epochs."""
         self._epoch = epoch
         self._batch = 0
 
     def end_epoch(self) -> None:
-        """The next batch is the first of the next epoch."""
+        """Start the next epoch with the next batch."""
         self.resume(self._epoch + 1)
 
 
 def line(epoch: int, batch: int, values: Mapping[str, float]) -> str:
-    """Fleet's line of one batch."""
+    """Return Fleet's line of one batch."""
     return f"[Epoch {epoch}, batch {batch}] " + ", ".join(f"{name}: {value:.5f}" for name, value in values.items())
 
 

@@ -6,7 +6,8 @@ import simpy
 from simpy.events import EventPriority
 
 LATEST_NS = 2**60
-"""The last moment of a run. Engines add, compare and subtract a few times in 64 bits, so they leave three bits free."""
+"""Latest time in ns that a run may reach. Engines add, compare and subtract a few times in 64 bits, so they
+leave three bits free."""
 
 
 class Clock(simpy.Environment):
@@ -20,11 +21,11 @@ class Clock(simpy.Environment):
         return now
 
     def until(self, time_ns: int) -> simpy.Timeout:
-        """An event at ``time_ns``. Raises ``ValueError`` for a time that has passed."""
+        """Return an event at ``time_ns``. Raises ``ValueError`` for a time in the past."""
         return self.timeout(time_ns - self.now)
 
     def at_last(self) -> simpy.Event:
-        """An event of this moment, after all others of this moment."""
+        """Return an event at the current time that comes after all others of this time."""
         event = simpy.Event(self)
         event._ok, event._value = True, None  # noqa: SLF001  # as ``succeed``, which schedules it among the others
         self.schedule(event, priority=_LAST)
@@ -32,7 +33,7 @@ class Clock(simpy.Environment):
 
 
 _LAST = EventPriority(2)
-"""After SimPy's urgent and normal events."""
+"""Priority after SimPy's urgent and normal events."""
 
 
 def half_up(duration_ns: Fraction) -> int:

@@ -1,4 +1,4 @@
-"""Own work: when a rank's buckets are ready, and what a strategy's operations take of it, the same in every engine."""
+"""Own work: when a rank's buckets are ready, and how long a strategy's operations take, for every engine."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,13 +13,16 @@ from sim.scenario import Scenario
 
 
 class OwnWork:
-    """What one rank is busy with, in ns, as it executes a step's operations in their order.
+    """Durations in ns of a rank's own operations, as it executes those of a step in order.
 
-    ``update`` and ``merge`` take what the layer table says, what goes over a shard its share, a bucket's own update its share by
-    elements, and a fragment's merge its share by bytes. A step of an outer optimizer goes over memory 8 times where a merge does 10
-    times; without momentum it is the merge's factor, and takes nothing. Copying all gradients takes ``pack``, of which each dense bucket
-    has its share by bytes: when it sets out, or when it is added to the sum of several steps and when it is taken from it. A bucket that
-    was taken from the sum in a step lies together, and sets out without a copy.
+    ``update`` and ``merge`` take the layer table's time, divided by the number of ranks that shard it. A
+    bucket's own update takes its share by elements, a fragment's merge its share by bytes. An outer
+    optimizer's step passes over memory 8 times and a merge 10 times, so it takes 0.8 of the merge's time.
+    Without momentum it is only a factor in the merge, and takes no time.
+
+    Copying all gradients takes ``pack``. Each dense bucket takes its share by bytes when its collective
+    starts; or, where the gradients of several steps are summed, when it is added to the sum and when it is
+    taken from it. A bucket that was taken from the sum in this step is contiguous, and starts without a copy.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -39,11 +42,11 @@ class OwnWork:
         self._released: set[int] = set()
 
     def begin_step(self) -> None:
-        """No bucket has been taken from a sum."""
+        """Begin a step, in which no bucket has been taken from a sum yet."""
         self._released = set()
 
     def joining(self, operation: Operation) -> int:
-        """Before a collective is joined: the host's part in it, and the copy of the gradients that set out with it."""
+        """Return the time in ns before a rank joins a collective: the host's part and the gradients' copy."""
         bucket = operation.bucket
         if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
             return self._host_ns
@@ -53,11 +56,14 @@ class OwnWork:
         return self._host_ns + self._pack_ns[bucket]
 
     def bucket_update(self, bucket: int) -> int:
-        """A bucket's own update; those of all buckets are the whole one."""
+        """Return the time in ns of a bucket's own update; all buckets together take the whole update's."""
         return self._update_ns[bucket]
 
     def local(self, operation: Operation) -> tuple[str | None, int]:
-        """Any other operation of the rank's own: what the timeline calls it, if it shows it, and what it takes."""
+        """Return any other local operation's name in the timeline and its time in ns.
+
+        The name is ``None`` if the timeline does not show the operation.
+        """
         bucket = operation.bucket
         if operation.kind in ("accumulate", "release") and bucket is not None:
             if operation.kind == "release":
@@ -69,15 +75,19 @@ class OwnWork:
 
 
 def holds_rank(operation: Operation) -> bool:
-    """Whether a rank waits at once for a collective: for rank 0's buffers, which no update follows where buckets update on their own."""
+    """Whether a rank waits at once for a collective: true for rank 0's buffers.
+
+    No update follows these where buckets update on their own, so nothing else would wait for them.
+    """
     return operation.kind == "broadcast" and operation.payload == "buffers"
 
 
 def moments_of(plan: Plan, table: LayerTable) -> list[tuple[BlockBegin | BucketReady, int]]:
-    """The plan's moments, with the time from the start of the forward until each of them and all before it, in ns at X = 0.
+    """Return the plan's moments, each with its time in ns from the start of the forward at X = 0.
 
-    A bucket is ready with its last gradient. A block begins with its first layer in the forward, and with its last one in the backward;
-    that of what lies in no other block, with the forward.
+    A moment's time is never less than that of the moments before it. A bucket is ready with its last
+    gradient. A block begins with its first layer in the forward, and with its last one in the backward. The
+    block of layers that belong to no other block begins with the forward.
     """
     begins_ns = [0, *accumulate(layer.forward for layer in table.layers)]
     ends_ns = [0, *accumulate(layer.backward for layer in reversed(table.layers))][::-1]
@@ -98,7 +108,7 @@ def moments_of(plan: Plan, table: LayerTable) -> list[tuple[BlockBegin | BucketR
 
 
 def _split(whole_ns: int, sizes: Sequence[int]) -> list[int]:
-    """Shares by size; together they are the whole."""
+    """Split ``whole_ns`` in proportion to ``sizes``; the parts add up to the whole."""
     total = sum(sizes) or 1
     ends = [(2 * whole_ns * size + total) // (2 * total) for size in accumulate(sizes)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,9 +1,11 @@
 """simulate: how long an experiment will take, by one of two engines.
 
-- ``reference``: event by event, on SimPy's clock; every scenario.
-- ``vector``: max-plus recursions over arrays of ranks, equal to the reference in every nanosecond. ``auto`` is the same.
+- ``reference``: event by event, on SimPy's clock; every scenario
+- ``vector``: max-plus recursions over arrays of ranks, equal to the reference in every nanosecond; ``auto``
+  is an alias
 
-What the vector engine does not execute, and recordings, the reference does; the summary's ``engine`` says why.
+The reference runs scenarios that the vector engine does not support, and recordings. The summary's ``engine``
+says why.
 """
 
 import dataclasses
@@ -44,18 +46,19 @@ def simulate(
     """Execute an experiment on a simulated clock. The same experiment gives the same steps, bit for bit.
 
     Args:
-        experiment: what to run; its layer table and links are declared, or come from the profile that it names.
-        progress: called as steps of rank 0 are done with how many are, and with all steps, warm-up included.
-        record: keep every rank's events and operations in ``recordings``; with parameter servers, every role's.
+        experiment: its layer table and links are declared, or come from the profile that it names.
+        progress: called with the number of steps that rank 0 has done and of all its steps, with warm-up.
+        record: keep every rank's events and operations in ``recordings``; with servers, every role's.
         timeline: keep ``spans``, of which there may be a million.
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.many.what_if``.
-        engine: who executes it; see the module. Parameter servers have the reference alone.
-        table: keep ``steps``; by default where it has no more than five million rows.
-        learnt: what virtual trainers of this experiment have learnt; its losses take the place of declared ones.
+        engine: the engine that executes it; see the module. Parameter servers have only the reference.
+        table: keep ``steps``; by default if it has at most five million rows.
+        learnt: what virtual trainers of this experiment have learnt; its losses replace declared ones.
 
     Raises:
-        ConfigError: there are more than ten billion steps of all trainers together, a field is changed that the simulator does not
-            execute, a layer table or link is not known, nothing takes time, or a run is too large for the reference engine.
+        ConfigError: there are more than ten billion steps of all trainers together, a field is changed that
+            the simulator does not execute, a layer table or link is not known, nothing takes time, or a run
+            is too large for the reference engine.
     """
     begin_s = time.perf_counter()
     num_steps = experiment.workload.steps + experiment.run.warmup_steps
@@ -69,7 +72,7 @@ def simulate(
     is_served = experiment.strategy.mode == "ps"
     if is_served:
         if spared:
-            raise ConfigError('does not go with strategy.mode = "ps"', "spared", str(sorted(spared)), "leave it out")
+            raise ConfigError('does not work with strategy.mode = "ps"', "spared", str(sorted(spared)), "leave it out")
         execution, memory = _execute_servers(experiment, wanted, engine, step_done, learnt), None
     else:
         _check_learnt(experiment, learnt)
@@ -116,7 +119,7 @@ def simulate(
 
 def _check_learnt(experiment: Experiment, learnt: Trajectory | None, order: Order | None = None) -> None:
     if learnt is not None and learnt.key != key_of(experiment, order):
-        raise ConfigError("is of another training than the experiment's", "learnt", learnt.key, "train this experiment's virtual trainers")
+        raise ConfigError("belongs to another training", "learnt", learnt.key, "train this experiment's virtual trainers")
 
 
 def _execute_servers(
@@ -133,7 +136,10 @@ def _execute_servers(
 
 
 def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Callable[[int], None]) -> Execution:
-    """Run all trainers to their last step. Raises ``ConfigError`` for an unknown engine, and for more events than the reference takes."""
+    """Run all trainers to their last step.
+
+    Raises ``ConfigError`` for an unknown engine, and for a run with too many events for the reference engine.
+    """
     from sim.arrays import engine as vector
     from sim.arrays.supported import Unsupported
     from sim.reference import engine as reference
@@ -142,7 +148,7 @@ def _execute(scenario: Scenario, wanted: Wanted, engine: Engine, step_done: Call
         raise ConfigError("no such engine", "engine", repr(engine), f"one of {', '.join(ENGINES)}")
     if engine == "reference":
         return reference.execute(scenario, wanted, step_done)
-    why = "it records what every rank is told"
+    why = "only the reference keeps recordings"
     if not wanted.recordings:
         try:
             return vector.execute(scenario, wanted, step_done)
@@ -156,7 +162,7 @@ def _with_losses(steps: pd.DataFrame, learnt: Trajectory | None) -> pd.DataFrame
 
 
 def _final_loss(experiment: Experiment, learnt: Trajectory | None) -> tuple[float | None, str | None]:
-    """The loss after the last step, and from whom it is."""
+    """Return the loss after the last step, and its source."""
     if learnt is not None:
         return learnt.final_loss, WHO
     curve = None if experiment.strategy.a_sync else experiment.workload.loss_curve
@@ -164,7 +170,10 @@ def _final_loss(experiment: Experiment, learnt: Trajectory | None) -> tuple[floa
 
 
 def _to_target(experiment: Experiment, execution: Execution, learnt: Trajectory | None) -> dict[str, float]:
-    """When the target is reached, by ``Summary``'s names: seconds end on the last rank. Nothing where it is not."""
+    """Return the seconds and steps to the target on the last rank, by ``Summary``'s names.
+
+    The result is empty if the target is not reached.
+    """
     workload = experiment.workload
     reached = declared_crossing(workload) if learnt is None else learnt.crossing(workload.target_loss)
     if reached is None:

@@ -1,4 +1,4 @@
-"""Scenario: all that a simulated run depends on, its delays among it, or the refusal of what is not simulated yet."""
+"""Scenario: everything that a simulated run depends on, including delays. Refuses what is not simulated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sim.limits import refuse_large
 from sim.network.links import Links
 
 MOST_KEPT = 2**22
-"""Draws that are made at once, and kept: for one strategy after the other, too."""
+"""Largest number of draws that are made at once and kept, also for the strategies that follow."""
 _CLUSTER = """
 nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks node_overrides
 stragglers
@@ -45,7 +45,7 @@ _WORKLOAD = WORKLOAD | LOSSES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What an engine executes."""
+    """A resolved experiment, as an engine executes it."""
 
     table: LayerTable
     plan: Plan
@@ -58,19 +58,21 @@ class Scenario:
     draws: Draws
     """X of every rank and step."""
     fetch_every: int = 1
-    """Results are read back every so many steps."""
+    """Steps between two times at which the host reads results back."""
     first_exchange_ns: int = 0
-    """By so much the first collective on each communicator starts later."""
+    """Additional time in ns before the first collective on each communicator starts."""
 
     @classmethod
     def of(
         cls, experiment: Experiment, spared: Collection[int] = (), table: LayerTable | None = None, learnt: Trajectory | None = None
     ) -> Scenario:
-        """Resolve an experiment, in which nothing delays the ranks ``spared``; ``table`` is its own, where it was looked up before.
+        """Resolve an experiment. Nothing delays the ranks ``spared``.
 
-        ``learnt``: what its virtual trainers have observed, rather than what the experiment declares.
+        ``table``: the experiment's layer table, if it was looked up before. ``learnt``: what the experiment's
+        virtual trainers observed; it replaces what the experiment declares.
 
-        Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing profile, link or loss.
+        Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing
+        profile, link or loss.
         """
         for part, executed in (("strategy", PLANNED), ("workload", _WORKLOAD), ("cluster", CLUSTER), ("run", RUN)):
             refuse_unexecuted(getattr(experiment, part), part, executed, "the simulator")
@@ -79,7 +81,7 @@ class Scenario:
         refuse_large(experiment)
         table = table or on_cores(experiment, table_for(experiment))
         if not 0 <= table.contention < math.inf:
-            raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "mend the profile")
+            raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "fix the profile")
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
         plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)
@@ -97,14 +99,20 @@ class Scenario:
         )
 
     def scalar(self, name: str, rank: int, state: State) -> float:
-        """What a rank observes in the step that ``state`` has begun. Raises ``ConfigError`` for a scalar without a declaration."""
+        """Return a scalar that a rank observes in the current step of ``state``.
+
+        Raises ``ConfigError`` for a scalar without a declaration.
+        """
         assert state.step is not None
         counts_updates = name == "lr" and self.strategy.combination.lr_counts_updates
         return self.scalars.scalar(name, rank, state.updates if counts_updates else state.step)
 
 
 def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
-    """The setting of an experiment's plan. Raises ``ConfigError`` for a link that trainers use, neither declared nor measured."""
+    """Return the setting of an experiment's plan.
+
+    Raises ``ConfigError`` for a link that trainers use but that is neither declared nor measured.
+    """
     cluster = experiment.cluster
     return Setting(
         trainers=cluster.trainers,
@@ -121,7 +129,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
 
 
 def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[str, str]]:
-    """Lines of the experiment that a simulated run leaves out without being wrong about time."""
+    """Return notes on the experiment's lines that a simulated run leaves out without effect on its times."""
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     profile = None if workload.model == LAYERS else profile_of(experiment)
     measured = None if profile is None else profile.communication
@@ -129,7 +137,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     apart = served and not strategy.reduce_in_node
     found = [skip("measured layer times", profile.compute)] if profile is not None and profile.estimated is not None else []
     if workload.target_loss is not None and not learnt and (served or curve is None):
-        unknown = "no loss is simulated, so that final_loss and time_to_target_s are null: --loss trains"
+        unknown = "no loss is simulated, so final_loss and time_to_target_s are null: --loss trains"
         found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
     found += skipped_by_layers(workload, strategy)
     is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and cluster.gpu is None and not shares_cores(experiment)
@@ -137,30 +145,34 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     unknown_cost = strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
-        (is_cored, "cluster.cores_per_node", "declared layer times, and those of a device or a testbed, do not depend on it"),
-        (apart and cluster.intra, "cluster.intra", "trainers do not meet, and a message to a server on the same host arrives at once"),
+        (is_cored, "cluster.cores_per_node", "layer times that are declared, or of a device or a testbed, do not depend on it"),
+        (
+            apart and cluster.intra,
+            "cluster.intra",
+            "trainers have no collectives; messages to a server on the same host take no time",
+        ),
         (
             served and cluster.server_placement == "shared",
             "cluster.server_placement",
-            "servers share nodes' links; what their work takes from trainers' cores is left out",
+            "servers share the nodes' links; their use of the trainers' cores is left out",
         ),
         *_unlimited(cluster, served=served),
-        (is_measured, "cluster.intra", "not declared: as the profile measured it in the training loop"),
-        (apart and cluster.collective != "ring", "cluster.collective", "trainers do not meet"),
-        (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time with collective = "gloo" alone'),
-        (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time here: no profile has measured it"),
+        (is_measured, "cluster.intra", "not declared: the profile's measurement in the training loop is used"),
+        (apart and cluster.collective != "ring", "cluster.collective", "trainers have no collectives"),
+        (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time only with collective = "gloo"'),
+        (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time in the simulation: no profile has measured it"),
         (local.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
-        (served and cluster.first_exchange, "cluster.first_exchange", "it is of collectives"),
+        (served and cluster.first_exchange, "cluster.first_exchange", "it applies to collectives"),
         (experiment.run.environment, "run.environment", "no process is started"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 
 
 def memory_of(experiment: Experiment, plan: Plan) -> dict[str, int] | None:
-    """Bytes that a trainer needs by what they hold (``trainer_bytes``); none where no profile says.
+    """Return the bytes that a trainer needs by content (``trainer_bytes``); ``None`` if no profile says.
 
-    A profile's memory is that of its first table. Where the strategy's own table recomputes, activations are those that it
-    keeps and, while a block's backward runs, those of the largest block.
+    A profile's memory belongs to its first table. If the strategy's own table recomputes, the activations are
+    those that it keeps, plus those of the largest block while a block's backward runs.
     """
     profile = None if experiment.workload.model == LAYERS else profile_of(experiment)
     if profile is None or profile.memory is None:
@@ -176,7 +188,7 @@ def memory_of(experiment: Experiment, plan: Plan) -> dict[str, int] | None:
 
 
 def short_of_memory(experiment: Experiment, needed: int | None) -> list[dict[str, str]]:
-    """That a trainer's GPU has too little memory for what it needs, where both are known."""
+    """Return a note if a trainer's GPU has less memory than it needs, and both are known."""
     if needed is None or experiment.cluster.gpu is None:
         return []
     has = gpu_named(experiment.cluster.gpu, "cluster.gpu").memory
@@ -185,10 +197,10 @@ def short_of_memory(experiment: Experiment, needed: int | None) -> list[dict[str
 
 
 def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, str]]:
-    """Limits of a connection that a run does not follow."""
+    """Yield the limits per connection that a run ignores."""
     if not served and cluster.collective != "measured" and not cluster.collective.startswith("nccl-"):
         return
-    why = "messages of servers, of NCCL, and measured all-reduces take what the interface carries"
+    why = "messages of servers and of NCCL, and measured all-reduces, use the interface's full bandwidth"
     overrides = [(f"cluster.node_overrides[{index}]", own.intra, own.inter) for index, own in enumerate(cluster.node_overrides)]
     for place, *links in (("cluster", cluster.intra, cluster.inter), *overrides):
         for kind, link in zip(("intra", "inter"), links, strict=True):
@@ -197,7 +209,7 @@ def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, s
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What delays the trainers of one run. X is in units of 2^-24; no straggler delays the ranks ``spared``."""
+    """Delays of the trainers of one run. X is in units of 2^-24. No straggler delays the ranks ``spared``."""
 
     cluster: Cluster
     seed: int
@@ -205,11 +217,14 @@ class Draws:
     spared: tuple[int, ...] = ()
 
     def of_ranks(self) -> Integers:
-        """X of all steps, shape ``(trainers, num_steps)``. Raises what ``fleetbench.stragglers.draws`` raises."""
+        """Return X of all steps, shape ``(trainers, num_steps)``.
+
+        Raises as ``fleetbench.stragglers.draws`` does.
+        """
         return self._drawn(self.steps)
 
     def rows(self, begin: int, end: int) -> Integers:
-        """X of the steps with these indices, shape ``(end - begin, trainers)``: each step's ranks lie side by side."""
+        """Return X of the steps with these indices, shape ``(end - begin, trainers)``, contiguous by step."""
         is_small = len(self.steps) * self.cluster.trainers <= MOST_KEPT
         if is_small or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
             return self._rows[begin:end]
@@ -217,7 +232,7 @@ class Draws:
 
     @functools.cached_property
     def _rows(self) -> Integers:
-        """All of them: few, or where a step follows from those before it or a file is read."""
+        """X of all steps: for few draws, or where a step depends on earlier ones or a file is read."""
         return np.ascontiguousarray(self.of_ranks().T)
 
     def _drawn(self, steps: range) -> Integers:
@@ -229,9 +244,10 @@ class Draws:
 
 
 def _times(delays: Integers, factors: npt.NDArray[np.float64]) -> Integers:
-    """X where 1 + X is so many times as much, rounded: a node's ``slowdown`` s makes 1 + X of it s (1 + X).
+    """Return X for which 1 + X is ``factors`` times as large, rounded.
 
-    Raises ``ConfigError`` above a million.
+    A node's ``slowdown`` s makes 1 + X of its ranks s (1 + X). Raises ``ConfigError`` if 1 + X exceeds a
+    million.
     """
     product = (delays + ONE) * factors
     if product.max(initial=0.0) > LARGEST * ONE:

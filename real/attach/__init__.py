@@ -1,8 +1,9 @@
-"""Attachment: a job for a script that does not know fleetbench, by an import hook that the command's environment sets.
+"""Attachment: a job for a script that does not know fleetbench, by an import hook.
 
-``real.processes.attached`` says what is set. ``site`` is the folder on ``PYTHONPATH``, whose ``sitecustomize`` changes some of torch's
-modules as they are imported (``following``): ``DistributedDataParallel`` becomes a subclass (``ddp``), calls of ``fully_shard`` are heard
-(``real.fully_shard``, ``sharded``), and optimizers are noted (``optimizers``). At a model's first forward whose gradients an optimizer may
-use, ``attaching`` calls what a script with the four lines calls, with the model's own ``settings``. ``command`` is ``fleetbench launch
---strategy FILE -- COMMAND``.
+The command's environment sets the hook; ``real.processes.attached`` lists the variables. ``site`` is a folder
+on ``PYTHONPATH``, whose ``sitecustomize`` changes some of torch's modules when they are imported
+(``following``). ``DistributedDataParallel`` becomes a subclass (``ddp``), calls of ``fully_shard`` are
+followed (``real.fully_shard``, ``sharded``), and optimizers are recorded (``optimizers``). At a model's first
+forward with gradients that an optimizer may use, ``attaching`` makes the calls of a script with the four
+lines, with the model's own ``settings``. ``command`` is ``fleetbench launch --strategy FILE -- COMMAND``.
 """

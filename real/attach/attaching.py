@@ -1,4 +1,4 @@
-"""Attaching: what a script with fleet's four lines calls, called for a script without them."""
+"""Attaching: makes the calls of fleet's four lines for a script without them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from real.attach.ddp import DistributedDataParallel
 
 _TIMEOUT_S = 120.0
-"""Least timeout of a collective; the script's process group may allow more."""
+"""Least timeout of a collective in seconds; the script's process group may allow more."""
 
 
 class Attached:
-    """The process's part in the job. ``before_forward`` of each model makes it the job's, with the optimizers that hold its parameters."""
+    """The process's part in the job.
+
+    ``before_forward`` hands each model to the job, with the optimizers that hold its parameters.
+    """
 
     def __init__(self) -> None:
         self._job: Collective | None = None
@@ -40,7 +43,10 @@ class Attached:
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def before_forward(self, model: DistributedDataParallel, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """A forward with gradients is about to run; ``optimizers``: those that hold the model's parameters, if there are new ones."""
+        """Prepare a forward with gradients.
+
+        ``optimizers``: those that hold the model's parameters, if there are new ones.
+        """
         if not model.is_attached:
             self._attach(model)
         assert self._job is not None
@@ -49,42 +55,42 @@ class Attached:
                 fleet.distributed_optimizer(optimizer)
                 self._optimizers.add(optimizer)
         if (engine := self._job.models.of(model)) is None:
-            what, hint = "has been wrapped again since, and the new wrapper exchanges its gradients", "call the new wrapper in the loop"
+            what, hint = "has been wrapped again, and the new wrapper exchanges its gradients", "call the new wrapper in the loop"
             raise ConfigError(what, "the model inside this DistributedDataParallel", hint=hint)
         engine.expect(synced=model.require_backward_grad_sync)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's steps are updates of the job's."""
+        """Whether the optimizer's steps are updates of the job."""
         return optimizer in self._optimizers
 
     def stepped(self) -> None:
-        """A step has ended that had begun before its optimizer was known."""
+        """Count a step that began before its optimizer was known."""
         if self._job is not None and self._job.driven is not None:
             self._job.driven.step_done()
 
     def hear_backward(self, model: DistributedDataParallel) -> None:
-        """A backward may come within the forward under way."""
+        """Expect a backward inside the current forward."""
         assert self._job is not None
         if (engine := self._job.models.of(model)) is not None:
             engine.hear_backward()
 
     def join(self, model: DistributedDataParallel, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
-        """See torch's ``join``."""
+        """Return torch's ``join``, executed by the job's engine."""
         assert self._job is not None
         engine = self._job.models.of(model)
         if engine is not None and engine.plan.buffers_nbytes:
-            what = "is not followed for a model with buffers that rank 0 sends, such as statistics of batch norm"
-            hint = "set broadcast_buffers=False, or give every trainer as many batches"
+            what = "is not supported for a model with buffers that rank 0 broadcasts, such as statistics of batch norm"
+            hint = "set broadcast_buffers=False, or give all trainers the same number of batches"
             raise ConfigError(what, "DistributedDataParallel.join", hint=hint)
         names = ("divide_by_initial_world_size", "enable", "throw_on_early_termination")
         return self._job.models.join(self._job.communicators, model, **dict(zip(names, arguments, strict=False)), **named)
 
     def _read(self, *_: object) -> None:
-        """A ``state_dict`` is read: say once if it is this rank's alone."""
+        """Warn once if a ``state_dict`` is read that belongs only to this rank."""
         if self._job is None or self._job.driven is not None or self._has_said or self._job.models.have_agreed:
             return
         self._has_said = True
-        what = "a state_dict is read in the middle of a round of local steps: parameters are those of this rank alone"
+        what = "a state_dict is read in the middle of a round of local steps: it has only this rank's parameters"
         hint = "call fleet.synchronize() on every rank before the model is saved or evaluated (from fleetbench import fleet)"
         print(f"fleet: rank {self._job.worker_index()}: {what}\nHINT: {hint}", file=sys.stderr, flush=True)  # noqa: T201  # as at the script's end
 
@@ -100,7 +106,8 @@ class Attached:
         refuse_settings(model)
         self._job.notes = tuple(not_expressed(model))
         for engine in () if is_driven else list(self._job.models):
-            if getattr(engine.model, "module", None) is model.module:  # such as for a second `fit` of Lightning's
+            # for example in a second `fit` of Lightning
+            if getattr(engine.model, "module", None) is model.module:
                 engine.retire("DistributedDataParallel")
                 self._job.models.forget(engine)
         model.switch_off()
@@ -108,12 +115,15 @@ class Attached:
         buffers = [] if model.broadcast_buffers else [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._job.distributed_model(model, strategy)
         with torch.no_grad():
-            for buffer, before in buffers:  # each rank's own, also at the beginning
+            for buffer, before in buffers:  # each rank keeps its own, also at the start
                 buffer.copy_(before)
 
 
 def timeout_s() -> float:
-    """What the script's process group allows a collective: a rank may evaluate alone while the others wait for it."""
+    """Return the seconds that the script's process group allows for a collective.
+
+    A rank may evaluate while the others wait for it.
+    """
     group = dist.distributed_c10d._get_default_group()  # noqa: SLF001  # torch has no public name for it
     found = (getattr(backend.options, "_timeout", None) for backend in map(group._get_backend, group._device_types))  # noqa: SLF001  # as above
     return max(_TIMEOUT_S, *(each.total_seconds() for each in found if isinstance(each, timedelta)))

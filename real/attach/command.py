@@ -1,4 +1,4 @@
-"""A command whose scripts train by a strategy that they do not know: ``fleetbench launch --strategy FILE -- COMMAND``."""
+"""A command whose scripts train by a file's strategy: ``fleetbench launch --strategy FILE -- COMMAND``."""
 
 import os
 import signal
@@ -15,15 +15,16 @@ from real.processes.place import temporary_folder
 from real.processes.started import uninterrupted
 
 _GRACE_S = 120.0
-"""Seconds for an interrupted command to end."""
+"""Seconds that an interrupted command has to end."""
 _ELSEWHERE = ("srun", "mpirun", "mpiexec", "ssh", "kubectl")
-"""Commands whose processes may run on other hosts, which do not see a temporary folder of this one."""
+"""Commands whose processes may run on other hosts, without this host's temporary folder."""
 
 
 def run_command(command: Sequence[str], strategy: Path) -> None:
     """Run the command; its models train by the strategy.
 
-    Raises ``WorkerFailed`` where it fails, and ``ConfigError`` where it ends well and no model has taken the strategy.
+    Raises ``WorkerFailed`` if it fails, and ``ConfigError`` if it succeeds but no model has used the
+    strategy.
     """
     check_ordered(strategy)
     with temporary_folder() as folder:
@@ -31,12 +32,12 @@ def run_command(command: Sequence[str], strategy: Path) -> None:
             process = subprocess.Popen(bound(command, gently=True), env={**os.environ, **attached_environment(folder, strategy)})
         except OSError as error:
             what = f"cannot be started: {error.strerror}"
-            raise EnvironmentLacks(what, "the command", command[0], "what follows -- is a program with its arguments") from None
+            raise EnvironmentLacks(what, "the command", command[0], "put a program with its arguments after --") from None
         try:
             code = process.wait()
         except KeyboardInterrupt:
             with uninterrupted(), suppress(subprocess.TimeoutExpired):
-                process.send_signal(signal.SIGTERM)  # a terminal has sent SIGINT alone
+                process.send_signal(signal.SIGTERM)  # a terminal has only sent SIGINT
                 process.wait(_GRACE_S)
             raise
         finally:

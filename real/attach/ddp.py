@@ -1,4 +1,4 @@
-"""DistributedDataParallel: torch's, and, where a job has ordered a strategy, with the engine of ``real.engine`` in its Reducer's place."""
+"""DistributedDataParallel: torch's, or one with ``real.engine`` instead of its Reducer, for a job."""
 
 import sys
 from collections.abc import Callable
@@ -19,32 +19,35 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _eager(function: _Function) -> _Function:
-    """Not compiled, as torch's own methods are not; what it calls may be."""
+    """Exclude a method from compilation, as torch does with its own; its callees may be compiled."""
     return cast("_Function", torch._disable_dynamo(function, recursive=False))  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own
 
 
 class DistributedDataParallel(_Ddp):
-    """Life cycle: torch's own, to the bit -> ``is_attached``: it finds gradients and exchanges nothing, which the job's engine does.
+    """Torch's DDP, which a job may attach to a strategy's engine.
 
-    The engine hooks this module, and not the one inside: what the inner one does beside this one's forward is no step, as under torch's.
-    As there, a backward exchanges if its forward ran outside of ``no_sync``. Copies, and what is loaded from a file, are torch's own again.
+    Life cycle: torch's own behaviour, to the bit -> ``is_attached``: it exchanges nothing itself, and the
+    job's engine exchanges its gradients. The engine hooks this module, not the inner one: calls of the inner
+    one outside of this one's forward are no steps, as in torch. As in torch, a backward exchanges if its
+    forward ran outside of ``no_sync``. Copies, and models loaded from a file, are torch's own again.
     """
 
     job: ClassVar[Job | None] = None
-    """The process's, once the class is in torch's place."""
+    """The process's job, once the class has replaced torch's."""
     is_attached = False
 
     @_eager
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """See torch's; a job is attached before the first forward whose gradients are wanted."""
+        """See torch's; a job attaches before the first forward with gradients."""
         if self.job is None:
             return super().__call__(*inputs, **named)
-        compiles = set_eval_frame(None)  # a graph of `torch.compile(ddp)` is that of the module inside, see ``_run_ddp_forward``
+        # `torch.compile(ddp)` compiles only the inner module, see ``_run_ddp_forward``
+        compiles = set_eval_frame(None)
         mode, has_gradients = self.training, torch.is_grad_enabled()
         try:
             if has_gradients:
                 self.job.before_forward(self)
-            if self.is_attached:  # a forward with gradients is one of training, whatever the model's mode, as under torch's
+            if self.is_attached:  # as in torch, a forward with gradients is training in any mode
                 self.__dict__.update(compiles=compiles, training=mode or has_gradients)
             else:
                 set_eval_frame(compiles)
@@ -56,7 +59,7 @@ class DistributedDataParallel(_Ddp):
 
     @property
     def exchanges_nothing(self) -> bool:
-        """Whether it is attached, or will be in its first forward with gradients, because the process's job is."""
+        """Whether it is attached, or will be in its first forward with gradients."""
         return self.is_attached or (self.job is not None and self.job.attached is not None)
 
     def switch_off(self) -> None:
@@ -66,7 +69,7 @@ class DistributedDataParallel(_Ddp):
         self.__dict__.update(reducer=_NoReducer(ref(self)), logger=_Logged(logged, {}), is_attached=True)
 
     def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
-        """See torch's; while a job is attached, its engine lets trainers have unequally many batches."""
+        """See torch's; an attached job's engine supports trainers with different numbers of batches."""
         if self.job is not None:
             self.job.before_forward(self)
         if not self.is_attached:
@@ -77,15 +80,18 @@ class DistributedDataParallel(_Ddp):
         return self.job.attached.join(self, *arguments, **named)
 
     def join_hook(self, **named: Any) -> Any:
-        """See torch's. Raises ``ConfigError`` while a job is attached, which knows nothing of others in the same ``Join``."""
+        """See torch's.
+
+        Raises ``ConfigError`` while a job is attached: it does not support others in one ``Join``.
+        """
         if self.is_attached:
-            raise ConfigError("joins uneven inputs of several objects at once", "Join", hint="use `with ddp.join():` for the model alone")
+            raise ConfigError("joins uneven inputs of several objects at once", "Join", hint="use `with ddp.join():` for only the model")
         return super().join_hook(**named)  # type: ignore[no-untyped-call]  # torch's
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """See torch's. Raises ``ConfigError`` after the first forward that a job has seen."""
+        """See torch's. Raises ``ConfigError`` after the first forward with an attached job."""
         if self.is_attached:
-            what = "comes after the first forward, and a strategy has taken the place of the exchange"
+            what = "comes after the first forward, when a strategy has replaced the exchange"
             raise ConfigError(what, "register_comm_hook", hint="register it before the first forward")
         super().register_comm_hook(state, hook)
 
@@ -95,7 +101,7 @@ class DistributedDataParallel(_Ddp):
         return state
 
     def hear_backward(self) -> None:
-        """A backward may come within the forward under way, as in Lightning's manual optimization."""
+        """Expect a backward inside the current forward, as in Lightning's manual optimization."""
         assert self.job is not None
         assert self.job.attached is not None
         self.job.attached.hear_backward(self)
@@ -106,7 +112,7 @@ class DistributedDataParallel(_Ddp):
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
         flags = {name: self.__dict__[name] for name in ("require_backward_grad_sync", "require_forward_param_sync")}
         self.__dict__.update(dict.fromkeys(flags, False))
-        try:  # what is left moves the inputs to the device
+        try:  # the rest moves the inputs to the device
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]  # torch's
         finally:
             self.__dict__.update(flags)
@@ -127,7 +133,7 @@ class DistributedDataParallel(_Ddp):
 
 
 class _Logged(NamedTuple):
-    """What a Reducer's logger had to tell when it was switched off, and tells on: Lightning asks it at the end."""
+    """Data of a Reducer's logger at the time of the switch-off; Lightning asks for it at the end."""
 
     strs_map: dict[str, Any]
     ints_map: dict[str, Any]
@@ -137,7 +143,7 @@ class _Logged(NamedTuple):
 
 
 class _NoReducer(NamedTuple):
-    """What a model that is attached has for a Reducer: it has nothing to prepare."""
+    """The Reducer of an attached model, which has nothing to prepare."""
 
     model: "ref[DistributedDataParallel]"
 
@@ -145,10 +151,10 @@ class _NoReducer(NamedTuple):
         return False
 
     def prepare_for_forward(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def prepare_for_backward(self, _tensors: Any) -> None:
-        """The wrapper calls it no more, but Lightning does in its manual optimization."""
+        """Expect a backward: the wrapper never calls this, but Lightning does in manual optimization."""
         if (model := self.model()) is not None:
             model.hear_backward()
 
@@ -158,7 +164,7 @@ DistributedDataParallel.__doc__ = _Ddp.__doc__
 
 
 def replace(module: ModuleType, job: Job) -> None:
-    """Put the class in the place of torch's, in its module and where that was imported from it already."""
+    """Replace torch's class, in its module and where it has already been imported from it."""
     DistributedDataParallel.job = job
     for each in (module, sys.modules.get("torch.nn.parallel")):
         if hasattr(each, "DistributedDataParallel"):

@@ -1,6 +1,6 @@
-"""Following: what is changed in a module of torch's that has just been imported.
+"""Following: changes to a module of torch that has just been imported.
 
-``import torch`` is under way here, so that nothing else of torch's may be imported.
+``import torch`` is not finished here, so nothing else of torch may be imported.
 """
 
 import os
@@ -12,7 +12,7 @@ from real.processes.roles import ATTACH, STRATEGY, TUNING, WHY
 
 
 def follow(module: ModuleType) -> None:
-    """Change the module, in a process in which the job orders something; in others it stays as it is."""
+    """Change the module if the job asks this process for something; otherwise leave it unchanged."""
     if ATTACH in os.environ and WHY in os.environ:
         from real.why.following import follow as look_at
 
@@ -36,5 +36,5 @@ def follow(module: ModuleType) -> None:
 
 @cache
 def job_here() -> Job | None:
-    """What this process has to do for the job in its environment; none where that orders nothing."""
+    """Return the job that this process's environment asks for, or ``None``."""
     return Job() if TUNING in os.environ or STRATEGY in os.environ else None

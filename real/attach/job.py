@@ -1,4 +1,4 @@
-"""Job: what this process does for the job in its environment, before anything of it is known and without importing anything."""
+"""Job: this process's part in the job of its environment, before it imports anything."""
 
 import atexit
 import os
@@ -16,24 +16,26 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """Life cycle: made as torch is imported -> ``attached`` at the first forward of a model that an optimizer may follow.
+    """The job before and after it attaches.
 
-    Until then the model is torch's alone, broadcasts of buffers included. A script that calls ``fleet.init`` is left alone.
+    Life cycle: created when torch is imported -> ``attached`` at the first forward of a model that an
+    optimizer may follow. Until then the model is purely torch's, broadcasts of buffers included. A script
+    that calls ``fleet.init`` is left alone.
     """
 
     def __init__(self) -> None:
         self.optimizers = Optimizers()
         self._num_seen: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-        """Optimizers that were made before a model's last forward."""
+        """Number of optimizers that existed at a model's last forward."""
         self._attached: Attached | None = None
         self.sharded: Sharded | None = None
-        """What it does with models of ``fully_shard``, once that is imported."""
+        """Part of the job for models of ``fully_shard``, once that is imported."""
         self._why_not = NEVER_CALLED
         self._process = os.getpid()
         atexit.register(self._note_end)
 
     def before_forward(self, model: "DistributedDataParallel") -> None:
-        """A forward whose gradients are wanted is about to run."""
+        """Prepare a forward with gradients."""
         if self._attached is None and not self.may_attach():
             return
         num_before = self._num_seen.get(model, 0)
@@ -53,22 +55,22 @@ class Job:
         self._attached.before_forward(model, optimizers)
 
     def follows(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's steps are the job's updates."""
+        """Whether this optimizer's steps are updates of the job."""
         return any(each is not None and each.follows(optimizer) for each in (self._attached, self.sharded))
 
     def stepped(self, _optimizer: Optimizer) -> None:
-        """A step has ended in which the model came to be attached."""
+        """End a step during which the model was attached."""
         for each in (self._attached, self.sharded):
             if each is not None:
                 each.stepped()
 
     @property
     def attached(self) -> "Attached | None":
-        """What the job does with the process's models, once it is attached."""
+        """Part of the job for the process's models, once it is attached."""
         return self._attached
 
     def may_attach(self) -> bool:
-        """Whether this is the script's own process, and leaves the strategy to the job."""
+        """Whether this is the script's own process, and the script leaves the strategy to the job."""
         known = sys.modules.get("real.fleet")
         if known is None or known.fleet.job is None:
             return self._process == os.getpid()  # not a DataLoader's worker

@@ -1,7 +1,7 @@
-"""Optimizers: those that a process has made, and what stands around their steps.
+"""Optimizers: those that a process has created, and wrappers around their steps.
 
-A closure that an optimizer of torch's would call first runs before its step, so that a step is an update, and forward and backward lie
-before it (Lightning trains inside of closures).
+A closure that torch's optimizer would call first runs before its step. So a step is an update, and forward
+and backward come before it (Lightning trains inside of closures).
 """
 
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from typing import Any
 from weakref import ref
 
 Optimizer = Any
-"""``torch.optim.Optimizer``, whose module is not imported yet."""
+"""Type ``torch.optim.Optimizer``, whose module is not imported yet."""
 _MANY_CALLS = "torch.optim.lbfgs"
-"""Where a closure is called as often as the optimizer likes."""
+"""Module whose optimizer calls its closure any number of times."""
 
 
 class Optimizers:
-    """Knows every optimizer that calls ``Optimizer.__init__``, in the order in which they were made."""
+    """Records every optimizer that calls ``Optimizer.__init__``, in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[ref[Any]] = []
 
     @property
     def num_made(self) -> int:
-        """So far, with those that are gone."""
+        """Number of optimizers created so far, including deleted ones."""
         return len(self._made)
 
     def holding(self, model: Any) -> list[Optimizer]:
-        """Optimizers that hold parameters of a module; one holds those of an earlier one in its place."""
+        """Return the optimizers that hold parameters of a module; a later one replaces an earlier one."""
         known = {id(parameter) for parameter in model.parameters()}
         found: list[tuple[Optimizer, set[int]]] = []
         for optimizer in (one for own in self._made if (one := own()) is not None):
@@ -38,9 +38,10 @@ class Optimizers:
         return [one for one, _ in found]
 
     def follow(self, module: ModuleType, follows: Callable[[Optimizer], bool], stepped: Callable[[Optimizer], None]) -> None:
-        """Note the optimizers that are made from now on.
+        """Record the optimizers that are created from now on.
 
-        ``module``: ``torch.optim.optimizer``. ``stepped`` hears of a step's end if the job ``follows`` the optimizer since that step began.
+        ``module``: ``torch.optim.optimizer``. ``stepped`` is called at a step's end if the job began to
+        follow the optimizer during the step.
         """
         base = module.Optimizer
         make, hook_step = base.__init__, base.profile_hook_step
@@ -60,10 +61,10 @@ class Optimizers:
 def _around(
     step: Callable[..., Any], hooked: Callable[..., Any], follows: Callable[[Optimizer], bool], stepped: Callable[[Optimizer], None]
 ) -> Callable[..., Any]:
-    """``hooked``: the step with torch's hooks around it."""
+    """Wrap a step; ``hooked`` is the step with torch's hooks around it."""
     calls_once = step.__module__.startswith("torch.optim.") and step.__module__ != _MANY_CALLS
 
-    @wraps(step)  # as torch's own, so that ``__wrapped__`` is the step without hooks
+    @wraps(step)  # as torch does, so that ``__wrapped__`` is the step without hooks
     def around(optimizer: Optimizer, *arguments: Any, **named: Any) -> Any:
         was_followed = follows(optimizer)
         closure = named.get("closure", arguments[0] if arguments else None)

@@ -1,4 +1,4 @@
-"""Settings: what a script has given to DistributedDataParallel, as fields of a strategy, and what no field expresses."""
+"""Settings: a script's arguments of DDP as fields of a strategy, and arguments without a field."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ from real.processes.attached import WAY_OUT
 
 _WIRES = {"fp16_compress_hook": "fp16_allreduce", "bf16_compress_hook": "bf16_allreduce"}
 _FIRST_MB = 1.0
-"""Cap of DistributedDataParallel's first bucket, in MiB, where it is given none: torch's ``dist._DEFAULT_FIRST_BUCKET_BYTES``."""
+"""Default cap of DDP's first bucket in MiB: torch's ``dist._DEFAULT_FIRST_BUCKET_BYTES``."""
 _PLAIN = ("", "None", "allreduce_hook")
-"""Communication hooks that do what DistributedDataParallel does without one."""
+"""Communication hooks that do the same as DistributedDataParallel without one."""
 
 
 def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
-    """The strategy that does what this model's own settings do."""
+    """Return the strategy that is equivalent to this model's own settings."""
     wire, cap = _WIRES.get(_hook(model)), model.bucket_bytes_cap / MIB
     first = _FIRST_MB if getattr(model, "bucket_bytes_cap_default", False) else 0.0
     buckets = {"fusion": "ddp", "fuse_grad_size_in_MB": cap, "first_bucket_size_in_MB": first}
@@ -36,9 +36,9 @@ def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
 
 
 def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> DistributedStrategy:
-    """The strategy of a file, with what the script says of unused parameters and of buffers.
+    """Return the strategy of a file, with the script's settings for unused parameters and buffers.
 
-    Raises ``ConfigError`` where the script rounds its gradients to 16 bits and the file sends them as they are.
+    Raises ``ConfigError`` if the script rounds its gradients to 16 bits and the file sends them as they are.
     """
     finds_unused = ordered.find_unused_parameters or own.find_unused_parameters
     wire = next((name for name in _WIRES.values() if getattr(own, name)), None)
@@ -49,7 +49,7 @@ def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> Distribu
 
 
 def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
-    """A sentence for all settings that no field of a strategy expresses, and that do not change what is trained."""
+    """Yield a sentence with the settings that no field expresses and that do not change the result."""
     found = []
     if getattr(model, "bucket_bytes_cap_list", None):
         found.append("bucket_cap_mb_list")
@@ -58,15 +58,15 @@ def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
     if not model.gradient_as_bucket_view:
         found.append("gradient_as_bucket_view=False")
     if found:
-        yield f"every leg has its own buckets; of what the script gives to DistributedDataParallel no strategy has {', '.join(found)}"
+        yield f"every leg has its own buckets; no strategy has these arguments of the script's DistributedDataParallel: {', '.join(found)}"
 
 
 def refuse_settings(model: DistributedDataParallel) -> None:
-    """Raise ``ConfigError`` for settings that change what is trained, and that no strategy keeps."""
+    """Raise ``ConfigError`` for settings that change the training result, and that no strategy keeps."""
     others = {
         "a process group of its own": model.process_group is not dist.group.WORLD,
         "mixed_precision": getattr(model, "mixed_precision", None) is not None,
-        "parameters that it is told to ignore": bool(model.parameters_to_ignore),
+        "parameters to ignore": bool(model.parameters_to_ignore),
         "delay_all_reduce_named_params": bool(getattr(model, "_delay_all_reduce_params", ())),
         "skip_all_reduce_unused_params": bool(getattr(model, "skip_all_reduce_unused_params", False)),
         "optimizers in the backward": any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()),
@@ -77,11 +77,11 @@ def refuse_settings(model: DistributedDataParallel) -> None:
     if found := [name for name, is_set in others.items() if is_set]:
         hint = f"leave it out while the script is profiled, tuned or launched with a strategy, or {WAY_OUT}"
         raise ConfigError(
-            "has what no strategy keeps, and training would differ silently", "DistributedDataParallel", ", ".join(found), hint
+            "has settings that no strategy keeps, and training would differ silently", "DistributedDataParallel", ", ".join(found), hint
         )
 
 
 def _hook(model: DistributedDataParallel) -> str:
-    """The name of the communication hook that is registered, Python's or torch's own."""
+    """Return the name of the registered communication hook, Python's or torch's own."""
     told = str(model._get_ddp_logging_data().get("comm_hook", ""))  # noqa: SLF001  # torch has no other name for it
     return told.rpartition(".")[2]

@@ -1,8 +1,8 @@
 """Checkpoint: the parts of a training's state on disk, replaced atomically.
 
-    PATH/save-00000007/manifest.json      what was saved, by whom, and the digest of every part and of itself
-    PATH/save-00000007/model.safetensors  parameters and buffers by name
-    PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
+PATH/save-00000007/manifest.json      what was saved, by whom, and digests of every part and of itself
+PATH/save-00000007/model.safetensors  parameters and buffers by name
+PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
 
 Each save has its own folder. Its manifest is written last and atomically, which puts the save in force;
 only then is the previous save removed. A kill at any time leaves the old save or the new one, and at most
@@ -131,7 +131,7 @@ def open_save(root: Path, number: int) -> Save:
     if manifest.get("kind") != _KIND or manifest.get("schema") != SCHEMA:
         told = f"{manifest.get('kind')!r}, schema {manifest.get('schema')!r}"
         hint = f"this version reads schema {SCHEMA} of a {_KIND}; predicate=lambda name: True loads the {MODEL} beside it"
-        raise ConfigError("is no manifest of this version", str(path), told, hint)
+        raise ConfigError("is not a manifest of this version", str(path), told, hint)
     return Save(folder, manifest)
 
 
@@ -160,7 +160,7 @@ def write_part(path: Path, part: Any) -> None:
             _load(path, mmap=True)
         except (AttributeError, TypeError, PickleError) as error:
             hint = "give numbers, text, lists, dictionaries, arrays and tensors, such as scheduler.state_dict()"
-            raise ConfigError("can be saved as no plain data", path.name, str(error), hint) from error
+            raise ConfigError("cannot be saved as plain data", path.name, str(error), hint) from error
     sync(path)
 
 
@@ -177,7 +177,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it before")
+            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it first")
     try:
         with writing(path, SafetensorError):  # its text contains the operating system's
             save_file(_apart(tensors), path, metadata={"format": "pt"})
@@ -205,7 +205,7 @@ def _load(path: Path, *, mmap: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except PickleError as error:  # its text says how to execute the contents
             found = re.search(r"(?:GLOBAL |<class ')([^ ']+)", str(error))
-            raise PickleError(f"it holds a {found[1]}" if found else "it is no file of torch.save") from error
+            raise PickleError(f"it holds a {found[1]}" if found else "it is not a file of torch.save") from error
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

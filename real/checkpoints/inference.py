@@ -41,47 +41,49 @@ def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_i
 def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a copy on the CPU, in evaluation mode, with replaced parameters and no strategy's changes."""
     tensors = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    computed = {id(value): value.detach().clone() for value in tensors if not value.is_leaf}  # as by pruning: torch copies none
+    computed = {
+        id(value): value.detach().clone() for value in tensors if not value.is_leaf
+    }  # for example by pruning: torch does not copy them
     served = copy.deepcopy(model, dict[int, Any](computed)).cpu().eval()
     parameters = dict(served.named_parameters())
     for name, value in values.items():
         parameters[name].copy_(value)
     for module in served.modules():
-        for hook in [*module._forward_pre_hooks.values()]:  # noqa: SLF001  # torch's pruning lies there
+        for hook in [*module._forward_pre_hooks.values()]:  # noqa: SLF001  # torch's pruning uses these hooks
             if isinstance(hook, prune.BasePruningMethod):
                 prune.remove(module, hook._tensor_name)  # noqa: SLF001  # as above
     return served
 
 
 def export(model: nn.Module, example_inputs: tuple[Any, ...], path: Path, dynamic_shapes: Any) -> None:
-    """Write ``model`` by torch.export to ``path``, whole or not at all."""
+    """Write ``model`` by torch.export to ``path``, atomically."""
     require_name(path)
     inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), example_inputs)
     shapes = _batches(inputs) if dynamic_shapes is None else dynamic_shapes
     try:
         program = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # whatever torch raises, it is about this model
-        hint = "torch.export traces forward(): keep its control flow free of tensors' values, or give dynamic_shapes={} for fixed shapes"
+    except Exception as error:  # any error of torch is about this model
+        hint = "torch.export traces forward(): keep its control flow free of tensors' values, or pass dynamic_shapes={} for fixed shapes"
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"cannot be exported: {said}", EXPORT, type(model).__name__, hint) from error
     program.example_inputs = None  # they would be pickled, and are the user's data
-    with writing(path, RuntimeError):  # which torch's writer raises for a full disk
+    with writing(path, RuntimeError):  # torch's writer raises it for a full disk
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, durable=True) as partial, partial.open("wb") as file:
             torch.export.save(program, file)
 
 
 def require_name(path: Path) -> None:
-    """Raise ``ConfigError`` for a name that torch does not take."""
+    """Raise ``ConfigError`` for a file name that torch does not accept."""
     if path.suffix != _SUFFIX:
-        raise ConfigError("is no name of an exported model", f"{EXPORT}(path)", str(path), f"let it end in {_SUFFIX}, as torch wants it")
+        raise ConfigError("is not a name of an exported model", f"{EXPORT}(path)", str(path), f"let it end in {_SUFFIX}, as torch requires")
 
 
 def _batches(inputs: tuple[Any, ...]) -> Any:
-    """The first dimension of every input is a batch of any size, unless the model fixes it."""
+    """Let the first dimension of every input be a batch of any size, unless the model fixes it."""
     single = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == 1]
     if single:
-        hint = "give two samples or more, or dynamic_shapes={} for this shape alone"
-        raise ConfigError("one sample as an example fixes the batch at one", f"{EXPORT}(example_inputs)", str(list(single[0].shape)), hint)
+        hint = "give two samples or more, or dynamic_shapes={} for only this shape"
+        raise ConfigError("an example of one sample fixes the batch at one", f"{EXPORT}(example_inputs)", str(list(single[0].shape)), hint)
     auto = torch.export.Dim.AUTO
     return pytree.tree_map(lambda leaf: {0: auto} if isinstance(leaf, torch.Tensor) and leaf.dim() else None, inputs)

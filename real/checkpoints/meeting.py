@@ -34,7 +34,7 @@ class Meeting:
         self._answer_s = min(timeout.total_seconds(), _ANSWER_S)
         self._failures = failures
         self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
-        # A group of its own: a trainer that leaves must not be taken for one that agrees.
+        # A separate group, so that a trainer that leaves does not seem to agree.
         self._exit_group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="exit")
         self.rank, self.trainers = dist.get_rank(), dist.get_world_size()  # at exit the script may have destroyed the world
 
@@ -75,7 +75,7 @@ class Meeting:
                     if not work.is_completed() and (self._failures is None or self._failures.absent(self._answer_s)):
                         raise
                     if work.is_completed():
-                        work.wait()  # raises again, unless it ended well in the meantime
+                        work.wait()  # raises again, unless it has succeeded
                         return
                 else:
                     return
@@ -108,7 +108,7 @@ class Meeting:
         error: Exception | None = None
         try:
             yield
-        except Exception as found:  # noqa: BLE001  # raised again as soon as the others know
+        except Exception as found:  # noqa: BLE001  # raised again after the others know
             error = found
         failed = [rank for rank, (fails,) in enumerate(self.gather([int(error is not None)])) if fails]
         if error is not None:

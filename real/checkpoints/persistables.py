@@ -161,7 +161,7 @@ def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedSt
         return
     saved, here = dict(flat(manifest["strategy"])), dict(flat(encode(strategy)))
     fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in here | saved if saved.get(name) != here.get(name)]
-    hint = "use that strategy, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+    hint = "use that strategy, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
     raise ConfigError("was saved under another strategy", where, "; ".join(fields[:3]) or "the same fields, read by another version", hint)
 
 
@@ -217,7 +217,7 @@ def refuse_other_optimizers(
     kinds = [data["class"] for data in saved], [type(one).__qualname__ for one in optimizers]
     if kinds[0] != kinds[1]:
         told, here = (", ".join(names) or "none" for names in kinds)
-        hint = "give fleet.distributed_optimizer those that were saved, before the load; predicate=lambda name: True loads the model alone"
+        hint = "give fleet.distributed_optimizer those that were saved, before the load; predicate=lambda name: True loads only the model"
         raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
     hint = "build the optimizer's groups as they were built when it was saved"
     for optimizer, data in zip(optimizers, saved, strict=True):

@@ -78,7 +78,7 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
     progress = engine.progress(SAVE)
     engine.take_over()
     meeting.meet(SAVE)
-    meeting.same(str(path), "saves elsewhere", SAVE, SEVERAL_FOLDERS)
+    meeting.same(str(path), "saves to another folder", SAVE, SEVERAL_FOLDERS)
     meeting.same(
         json.dumps(progress.state.to_dict(), sort_keys=True), "is at another step", SAVE, "save after the same step on every trainer"
     )
@@ -123,7 +123,7 @@ def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[s
     """
     engine.progress(LOAD)
     meeting.meet(LOAD)
-    meeting.same(str(path), "loads from elsewhere", LOAD, SEVERAL_FOLDERS)
+    meeting.same(str(path), "loads from another folder", LOAD, SEVERAL_FOLDERS)
     number = in_force(meeting, path)
     if predicate is not None:
         return _load_some(engine, meeting, path, number, predicate)
@@ -156,7 +156,7 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     manifest, where = save.manifest, str(save.folder)
     if manifest["trainers"] != meeting.trainers:
         what = "was saved by another number of trainers"
-        hint = f"start {manifest['trainers']}, or begin again from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+        hint = f"start {manifest['trainers']}, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
         raise ConfigError(what, where, f"saved by {manifest['trainers']}, here {meeting.trainers}", hint)
     refuse_another_strategy(manifest, engine.strategy, where)
     return read(engine, save, meeting.rank)
@@ -175,9 +175,9 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
     if saved.merged:
-        warnings.warn(f"gradients of {saved.merged} steps waited for their update, and are dropped", SumsDropped, stacklevel=4)
+        warnings.warn(f"gradients of {saved.merged} steps without an update are dropped", SumsDropped, stacklevel=4)
     if manifest["parted"] and decode(manifest["strategy"], DistributedStrategy, where).has_outer:
-        what = "updates since the last merge are each trainer's own, and are dropped; save where a round ends"
+        what = "updates since the last merge belong to single trainers and are dropped; save at the end of a round"
         warnings.warn(what, SumsDropped, stacklevel=4)
     return Restored(
         carried=Carried(velocity=shared["velocity"] if same else {}),
@@ -198,7 +198,7 @@ def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predic
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}
         if not chosen:
             names = f"the checkpoint has {', '.join(list(saved)[:3])}, the model {', '.join(list(own)[:3])}"
-            raise ConfigError("holds nothing that is wanted and that the model has", where, names, "predicate(name) is to be true for some")
+            raise ConfigError("has no tensor that is both wanted and in the model", where, names, "let predicate(name) be true for some")
         refuse_misfits(own, chosen, where)
         refuse_flying(chosen, engine.executor)
     meeting.same(digest, "loads other tensors", LOAD, "give every trainer the same file")

@@ -1,10 +1,9 @@
 """Compiled: fuse operations by torch.compile, block by block.
 
-A graph compiled whole hands out its gradients when its backward is over, so that nothing overlaps.
-Compiled block by block, hooks fire as they do without. A block is a child of a list or sequence of
-the model that owns parameters, or else a child of the model; in a sequence, children without
-parameters (activations) belong to the block before them. A lone layer of torch's is one operation
-and is left alone.
+A graph that is compiled as a whole returns its gradients at the end of its backward, so nothing overlaps.
+Compiled block by block, hooks fire as they do without compilation. A block is a child of a list or sequence
+of the model that owns parameters, or else a child of the model. In a sequence, children without parameters
+(activations) belong to the block before them. A single layer of torch is one operation and is not compiled.
 """
 
 import contextlib
@@ -24,16 +23,16 @@ from real.compute.living import Forward, Undo, override_forward
 def apply_compiled(
     model: nn.Module, build_strategy: BuildStrategy, *, alone: Collection[str] = (), backend: str | Callable[..., Any] = "inductor"
 ) -> Undo:
-    """Compile the blocks of ``model`` that a field of ``build_strategy`` wants fused.
+    """Compile the blocks of ``model`` that a field of ``build_strategy`` asks to fuse.
 
-    ``fuse_elewise_add_act_ops`` compiles every block, ``fuse_bn_act_ops`` those with a batch norm.
-    ``alone`` names submodules that are compiled by themselves, because the graph around them breaks there
-    (those that are recomputed). Compilation happens in the first forward. Raises ``ConfigError`` for what
-    torch does not fuse, and for a model in which there is nothing to fuse.
+    ``fuse_elewise_add_act_ops`` compiles every block, ``fuse_bn_act_ops`` those with a batch norm. ``alone``
+    names submodules that are compiled by themselves, because the graph around them breaks there (those that
+    are recomputed). Compilation happens in the first forward. Raises ``ConfigError`` for operations that
+    torch does not fuse, and for a model without anything to fuse.
     """
     if build_strategy.fuse_relu_depthwise_conv:
         what = "torch has no kernel that fuses a ReLU with the convolution after it"
-        hint = "drop it; fuse_elewise_add_act_ops fuses what stands between convolutions"
+        hint = "drop it; fuse_elewise_add_act_ops fuses the operations between convolutions"
         raise ConfigError(what, "build_strategy.fuse_relu_depthwise_conv", "true", hint)
     if not (build_strategy.fuse_elewise_add_act_ops or build_strategy.fuse_bn_act_ops):
         return lambda: None
@@ -79,9 +78,9 @@ def _is_one_operation(module: nn.Module) -> bool:
 class _Compilation:
     """Compiles groups of one model; groups of the same structure share their code object.
 
-    torch.compile caches by code object, at most eight graphs each: one object for all blocks would
-    send the ninth structure back to eager, one a block would compile equal blocks again and again.
-    What is recomputed has its own: its second forward must find the graph of its first.
+    torch.compile caches by code object, at most eight graphs each. One object for all blocks would send the
+    ninth structure back to eager. One object per block would compile equal blocks again and again. A
+    recomputed submodule has its own, because its second forward must find the graph of its first.
     """
 
     def __init__(self, model: nn.Module, alone: Collection[str], backend: str | Callable[..., Any]) -> None:
@@ -92,7 +91,7 @@ class _Compilation:
         self._undo = contextlib.ExitStack()
 
     def compile(self, groups: Sequence[Sequence[str]]) -> Undo:
-        """Put compiled forwards in place; a run of a sequence's children lives in the sequence's forward."""
+        """Install compiled forwards; a run of a sequence's children is part of the sequence's forward."""
         runs: dict[str, list[list[str]]] = {}
         with self._undo:
             for group in groups:
@@ -115,7 +114,7 @@ class _Compilation:
 
     def _compile_runs(self, owner: str, runs: Sequence[Sequence[str]]) -> None:
         sequence = self._model.get_submodule(owner)
-        places = sequence.named_modules(remove_duplicate=False)  # a module may stand in several
+        places = sequence.named_modules(remove_duplicate=False)  # a module may have several names
         children = {name: child for name, child in places if name and "." not in name}
         starting = {run[0]: run for run in runs}
         inside = {name for run in runs for name in run}

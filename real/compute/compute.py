@@ -1,4 +1,4 @@
-"""Compute: everything of a strategy that changes how one trainer computes, put in place and taken back."""
+"""Compute: apply and undo everything in a strategy that changes how one trainer computes."""
 
 import contextlib
 import os
@@ -22,14 +22,14 @@ from real.compute.sync_batch_norm import apply_sync_batch_norm
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _BLOCK_BYTES = 2 * 2**20
-"""The caching allocator takes device memory in multiples of this."""
+"""Bytes of which the caching allocator takes multiples from the device."""
 
 
 def apply_device_settings(strategy: DistributedStrategy, device: torch.device) -> Undo:
     """Set this process's threads, determinism, cuDNN and device memory as the strategy says.
 
-    Fields that are set and do nothing on this device are reported by a ``FieldHasNoEffect`` warning.
-    Raises ``EnvironmentLacks`` where the memory that is to be taken ahead is not there.
+    A ``FieldHasNoEffect`` warning reports fields that are set but do nothing on this device. Raises
+    ``EnvironmentLacks`` if the memory to be reserved is not free.
     """
     _report(strategy, device)
     with contextlib.ExitStack() as undo:
@@ -94,10 +94,10 @@ def _take_memory(undo: contextlib.ExitStack, fraction: float, device: torch.devi
     if ahead <= 0:
         return
     try:
-        torch.empty(ahead, dtype=torch.uint8, device=device)  # freed at once, to the allocator and not to the device
+        torch.empty(ahead, dtype=torch.uint8, device=device)  # freed at once, but the allocator keeps it
     except torch.OutOfMemoryError:
         raise EnvironmentLacks(
-            "the device has not so much memory left", "fraction_of_gpu_memory_to_use", f"{fraction:g}", "a smaller share"
+            "the device has less memory left", "fraction_of_gpu_memory_to_use", f"{fraction:g}", "a smaller share"
         ) from None
 
 

@@ -20,8 +20,8 @@ from fleetbench.stragglers import ONE
 from real.communication.clocks import Clock, Mark, clock_of
 
 _SHORTEST_SLEEP_NS = 50_000  # below the kernel's timer slack a sleep overshoots by more than itself
-_SHORTEST_KERNEL_NS = 5_000  # about what launching it costs
-_SHORTEST_MEASURED_NS = 500_000  # of which the microseconds between a mark and its kernel are one percent
+_SHORTEST_KERNEL_NS = 5_000  # about the cost of its launch
+_SHORTEST_MEASURED_NS = 500_000  # the microseconds between a mark and its kernel are one percent of it
 _CALIBRATION_CYCLES = 2_000_000  # some milliseconds: a device that has stopped working speeds up again
 _LOAD_S = 0.3
 _REMEMBERED = 31
@@ -159,6 +159,6 @@ class Injector:
             self._until(base_ns)
 
     def _forward_ends(self, base_ns: int, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        """The gradient of a layer's output arrives where the layer's backward begins."""
+        """Hook a layer's output: its gradient arrives where the layer's backward begins."""
         if isinstance(output, torch.Tensor) and output.requires_grad and not torch.compiler.is_compiling():
             output.register_hook(lambda _gradient: self._until(base_ns))

@@ -1,7 +1,7 @@
 """Changes that a strategy makes to a live model, and how they are undone.
 
-Strategies change between legs inside one process, so each change hands back an ``Undo`` that
-leaves modules, hooks, forward methods and flags as they were. Changes are undone in reverse order.
+Strategies change between legs inside one process, so each change returns an ``Undo`` that restores modules,
+hooks, forward methods and flags. Changes are undone in reverse order.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Forward = Callable[..., Any]
 class NotCopied:
     """A callable on one instance that ``copy.deepcopy`` and pickles replace by ``instead``.
 
-    A pickle names nothing of this package, so that a model that was saved whole loads without it.
+    A pickle does not name this package, so a model that was saved as a whole loads without it.
     """
 
     def __init__(self, call: Callable[..., Any], instead: Callable[..., Any]) -> None:
@@ -65,7 +65,7 @@ def override_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> U
     module.__dict__["forward"] = override
 
     def undo() -> None:
-        override.call = plain  # also where the override was wrapped since
+        override.call = plain  # also if the override has been wrapped since
         if module.__dict__.get("forward") is override:
             if before is None:
                 del module.__dict__["forward"]

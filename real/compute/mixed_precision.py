@@ -1,19 +1,19 @@
-"""Mixed precision: the model's forward under autocast, its gradients scaled, and the user's loop untouched.
+"""Mixed precision: the model's forward under autocast with scaled gradients; the user's loop is unchanged.
 
-What enters and leaves the model passes a border, where values do not change and gradients do: a
-gradient that comes in through an output is multiplied by the loss scale, one that goes out through
-an input is divided by it. Parameters' gradients are therefore scaled and the rest of the user's
-graph is not, so a model may feed another, or itself.
+Inputs and outputs of the model pass a border that changes gradients but not values. A gradient that comes in
+through an output is multiplied by the loss scale, one that leaves through an input is divided by it. So the
+gradients of parameters are scaled and the rest of the user's graph is not, and a model may feed another, or
+itself.
 
-Outputs in half precision leave as float32. The gradient that comes back is then multiplied by the
-scale while it is still float32; it would have underflowed otherwise, in the very place that the
-scale is for. It also means that a loss taken outside of autocast has float32's resolution.
+Outputs in half precision leave as float32. The gradient that comes back is then multiplied by the scale while
+it is still float32; otherwise it would underflow in the very place that the scale is for. A loss taken
+outside of autocast then also has float32's resolution.
 
-Losses must reach the parameters through the model's outputs. A term that reaches them by another
-way (a penalty on the weights written into the loss, a tensor that the model keeps as an attribute)
-is not scaled, and what unscales gradients would make it too small: use ``weight_decay`` and return
-the tensor, or use bf16, which has no scale. Gradients that are part of a loss themselves
-(``create_graph``) reach the parameters on both ways, and are refused.
+Losses must reach the parameters through the model's outputs. A term that reaches them in another way (a
+penalty on the weights in the loss, a tensor that the model keeps as an attribute) is not scaled, and
+unscaling would make it too small. Use ``weight_decay`` and return the tensor, or use bf16, which has no
+scale. Gradients that are part of a loss themselves (``create_graph``) reach the parameters in both ways, and
+are refused.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: str, scale: Scale) -> Undo:
-    """Run every forward of ``model`` under autocast; scale the gradients of those that train.
+    """Run every forward of ``model`` under autocast; scale the gradients of forwards that train.
 
-    ``device_type`` is ``cpu`` or ``cuda``. ``scale()`` is read in the backward; the parameters'
-    gradients come out multiplied by it. It plays no part with bf16, nor in a forward in evaluation
-    mode or under ``no_grad``. Raises ``ConfigError``, in the forward, where an output hides a tensor
-    with a gradient in an object that is no dataclass.
+    ``device_type`` is ``cpu`` or ``cuda``. ``scale()`` is read in the backward, and the parameters' gradients
+    are multiplied by it. It is not used with bf16, nor in a forward in evaluation mode or under ``no_grad``.
+    Raises ``ConfigError``, in the forward, if an output hides a tensor with a gradient in an object that is
+    not a dataclass.
     """
     dtype = DTYPES[configs.dtype]
     scaled = configs.dtype == "fp16"
@@ -62,7 +62,7 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
         if not entered:  # a hook before `enter` has raised
             return None
         entered.pop().__exit__(None, None, None)
-        if entered or output is None:  # within another forward of this model, or an exception's way out
+        if entered or output is None:  # within another forward of this model, or after an exception
             return None
         return _map_tensors((lambda tensor: _scaled(tensor, scale)) if scales(module) else in_float32, output)
 
@@ -73,7 +73,7 @@ def apply_mixed_precision(model: nn.Module, configs: AmpConfigs, device_type: st
 
 
 class _Border(torch.autograd.Function):
-    """Values pass, half precision as float32; gradients are multiplied by ``factor()`` on their way back."""
+    """Passes values, half precision as float32; multiplies gradients by ``factor()`` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: Scale, keep_dtype: bool) -> torch.Tensor:
@@ -86,8 +86,8 @@ class _Border(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         factor = ctx.factor()
         if torch.is_grad_enabled() and factor != 1.0:
-            what = "keeps the graph of gradients (create_graph) of a scaled loss, and what is computed from them would not be scaled"
-            hint = 'set amp_configs.dtype = "bf16", which has no scale, or leave the penalty on gradients out'
+            what = "keeps the graph of gradients (create_graph) of a scaled loss, and results computed from them would not be scaled"
+            hint = 'set amp_configs.dtype = "bf16", which has no scale, or drop the penalty on gradients'
             raise ConfigError(what, "a backward, or torch.autograd.grad", f"a scale of {float(factor):g}", hint)
         return (gradient * factor).to(ctx.dtype), None, None
 
@@ -99,7 +99,7 @@ def _scaled(tensor: torch.Tensor, factor: Scale, *, keep_dtype: bool = False) ->
 
 
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of half precision as float32; any other as it is."""
+    """Return a tensor of half precision as float32, and any other as it is."""
     return tensor.float() if tensor.dtype in DTYPES.values() else tensor
 
 
@@ -137,5 +137,6 @@ def unscale(tensors: list[torch.Tensor], scale: float, device: torch.device) -> 
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for group in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)  # as torch.amp.GradScaler does
+        # as torch.amp.GradScaler does
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse)
     return found

@@ -1,7 +1,7 @@
 """Recompute: drop the activations of named submodules and compute them again in the backward.
 
-The second forward of a submodule sees the random numbers of the first and leaves no trace: the
-running statistics of batch norms move once a step. ``SavedForBackward`` counts what autograd keeps.
+The second forward of a submodule sees the random numbers of the first and has no side effects: the running
+statistics of batch norms move once per step. ``SavedForBackward`` counts the bytes that autograd keeps.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ _WHERE = "recompute_configs.checkpoints"
 def apply_recompute(model: nn.Module, checkpoints: Sequence[str]) -> Undo:
     """Keep only the inputs of the submodules named ``checkpoints``, until their backward.
 
-    Raises ``ConfigError`` for an empty list, a name that the model does not have, and a submodule
-    within another one of the list.
+    Raises ``ConfigError`` for an empty list, a name that the model does not have, and a submodule within
+    another one of the list.
     """
     check_checkpoints(model, checkpoints)
     undo = contextlib.ExitStack()
@@ -65,7 +65,7 @@ def _recomputed(module: nn.Module) -> Callable[[Forward], Forward]:
         return contextlib.nullcontext(), _StatisticsKept(module)
 
     def wrap(plain: Forward) -> Forward:
-        # A compiled graph around it breaks here: traced checkpoints would not know of the statistics.
+        # A compiled graph around it breaks here, because traced checkpoints would not protect the statistics.
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -91,10 +91,10 @@ class _StatisticsKept:
 
 
 def hold_statistics(model: nn.Module) -> Callable[[], None]:
-    """Let batch norms move copies of their statistics; returns what gives them their own back.
+    """Let batch norms update copies of their statistics; return a function that restores their own.
 
-    Taking the statistics away, or a momentum of 0, would not do: the forward would save other
-    tensors, or turn an infinite statistic into NaN.
+    Removing the statistics, or a momentum of 0, would not work: the forward would save other tensors, or turn
+    an infinite statistic into NaN.
     """
     norms = [item for item in model.modules() if isinstance(item, _NormBase) and item.training]
     buffers = [dict(norm._buffers) for norm in norms]  # noqa: SLF001  # assigning a buffer would clone for good
@@ -111,14 +111,14 @@ def hold_statistics(model: nn.Module) -> Callable[[], None]:
 class SavedForBackward:
     """Counts the bytes that forwards inside the ``with`` keep for their backward.
 
-    A storage counts once and whole, where it was saved first; those of the model's parameters and
-    buffers do not count. While it counts, it keeps them all alive: let no backward run inside.
+    A storage counts once and in full, where it was saved first. Storages of the model's parameters and
+    buffers do not count. It keeps all counted storages alive, so run no backward inside.
     """
 
     def __init__(self, model: nn.Module, where: Callable[[], str] = str) -> None:
-        """``where()`` names what is running: the counts' key."""
+        """``where()`` names the running module: the key of the counts."""
         self.by_name: Counter[str] = Counter()
-        """Bytes by what ``where()`` said."""
+        """Bytes by the result of ``where()``."""
         self._model = model
         self._where = where
         self._kept: dict[int, torch.UntypedStorage] = {}
@@ -145,5 +145,5 @@ class SavedForBackward:
 
 
 def _identity(storage: torch.UntypedStorage) -> int:
-    """Also of one without data, as long as it lives."""
+    """Return a storage's identity, which is valid as long as it lives, also without data."""
     return int(storage._cdata)  # noqa: SLF001  # torch has no other name for it

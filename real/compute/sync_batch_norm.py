@@ -65,9 +65,9 @@ def _become_torchs(module: nn.Module, group: dist.ProcessGroup) -> Undo:
 def _override(module: _BatchNorm, group: dist.ProcessGroup, errors: Errors) -> Undo:
     """Give the module a forward whose batch is that of all ranks; in evaluation mode it is the plain one.
 
-    Unequal batches are weighed by their sizes; a rank's may be empty. Statistics are float32 for
-    half precision, and the output has the input's type. The forward raises ``ConfigError`` where all ranks
-    together have one value a channel.
+    Batches of different sizes are weighted by size; a rank's batch may be empty. Statistics are float32 for
+    half precision, and the output has the input's type. The forward raises ``ConfigError`` if all ranks
+    together have one value per channel.
     """
 
     def wrap(plain: Forward) -> Forward:
@@ -120,14 +120,14 @@ class _Sum(torch.autograd.Function):
 def _normalise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup, errors: Errors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, mean, sum of squared distances from it, and count."""
+    """Return output, mean, sum of squared distances from it, and count."""
     values = in_float32(x)
     others = [dimension for dimension in range(x.dim()) if dimension != 1]
     size = values.new_tensor([x.numel() // x.shape[1]])
     sums = _Sum.apply(torch.cat([values.sum(others), size]), group, errors)  # type: ignore[no-untyped-call]  # torch's
     count = sums[-1].detach()
     if count.item() <= 1:
-        raise ConfigError("needs more than one value a channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch")
+        raise ConfigError("needs more than one value per channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch")
     mean = sums[:-1] / count
     centred = values - _over_channels(mean, x)
     squares = _Sum.apply(centred.square().sum(others), group, errors)  # type: ignore[no-untyped-call]  # torch's

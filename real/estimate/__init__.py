@@ -1,1 +1,1 @@
-"""Layer tables of GPUs that are not there: a step's operations, counted on tensors without data, and a roofline of the named GPU."""
+"""Estimated layer tables: a step's operations, counted on tensors without data, and a roofline of the GPU."""

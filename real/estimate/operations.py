@@ -1,7 +1,7 @@
-"""Operations: what a step computes and moves, counted while torch runs it on tensors that have shapes and no data.
+"""Operations: the compute and memory traffic of a step, counted on tensors with shapes and no data.
 
-The tensors are on the CPU, so what CUDA does otherwise is put right here: attention stays one kernel where dropout is on,
-and what autocast computes in float32 on CUDA moves as many bytes more.
+The tensors are on the CPU, so differences of CUDA are corrected here: attention stays one kernel with
+dropout, and operations that CUDA's autocast computes in float32 move as many more bytes.
 """
 
 import dataclasses
@@ -21,27 +21,31 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from real.communication.clocks import Clock, Mark
 
 Kind = Literal["matmul", "convolution", "attention", "fused_attention", "memory"]
-"""``attention``: products of batches of matrices. ``memory``: all that computes little for each byte."""
+"""Kind of an operation. ``attention``: products of batches of matrices. ``memory``: few FLOPs per byte."""
 
 _KINDS: dict[str, Kind] = {"convolution": "convolution", "convolution_backward": "convolution", "bmm": "attention", "baddbmm": "attention"}
 _ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
-"""Read as much as they write, however large the table is."""
+"""Operations that read as much as they write, however large the table is."""
 _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "scalar_tensor", "_local_scalar_dense")
 _TWICE = ("native_batch_norm", "native_batch_norm_backward")
-"""Read their inputs once for sums over the batch, and once more."""
+"""Operations that read their inputs twice: once for sums over the batch, and once more."""
 _IN_FLOAT32 = ("native_layer_norm", "_softmax", "_log_softmax")
-"""Of what CUDA's autocast computes in float32 (torch's documentation, "CUDA Ops that can autocast to float32"), what matters."""
+"""Operations that CUDA's autocast computes in float32, as far as they matter (torch's documentation, "CUDA
+Ops that can autocast to float32")."""
 _WIDENED = 3
-"""Bytes moved for one: a half is read, widened, and read and written as float32, against a half read and written."""
+"""Factor on their bytes: a half is read, widened, and read and written as float32, compared with read and
+written."""
 
 _UNALIGNED = 1.5
-"""FLOPs counted for one of a matrix product whose rows do not all begin at 16 bytes, such as one with 50,257 words: it has slower kernels,
-which take half the rate in TF32 on an H200 (``reports/estimate``)."""
+"""Factor on the FLOPs of a matrix product whose rows do not all begin at multiples of 16 bytes, such as one
+with 50,257 words: its slower kernels take half the rate in TF32 on an H200 (``reports/estimate``)."""
 _NARROW_NORM = 4
-"""Bytes moved for one by a batch norm of bfloat16 with channels first, which cuDNN does not compute (the same report)."""
+"""Factor on the bytes of a batch norm of bfloat16 with channels first, which cuDNN does not compute (the same
+report)."""
 
 _TRANSPOSED = 3
-"""Bytes moved for one by tensor cores' convolutions, which need the channels last (cuDNN's documentation): written and read again."""
+"""Factor on the bytes of tensor cores' convolutions with channels first: they need channels last (cuDNN's
+documentation), so tensors are written and read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +55,18 @@ class Operation:
     kind: Kind
     flops: int
     nbytes: int
-    """Read and written."""
+    """Bytes that it reads and writes."""
     dtype: torch.dtype
-    """Of its numbers."""
+    """Type of its numbers."""
     model_flops: int = 0
-    """FLOPs that the model asks for: all of causal attention, and none for what slower kernels take longer."""
+    """FLOPs that the model asks for: all of causal attention, and no additional FLOPs of slower kernels."""
 
 
 class Recorder(Clock):
-    """Files what runs between ``__enter__`` and ``__exit__``, inside ``nothing_computed``; a mark is the number of operations so far.
+    """Records operations between ``__enter__`` and ``__exit__``, inside ``nothing_computed``.
 
-    ``price_ns`` says what an operation takes, and so what time a mark is.
+    A mark is the number of operations so far. ``price_ns`` returns the time in ns of an operation, which
+    turns a mark into a time.
     """
 
     def __init__(self, price_ns: Callable[[Operation], float]) -> None:
@@ -90,14 +95,18 @@ class Recorder(Clock):
 
 
 def nothing_computed() -> FakeTensorMode:
-    """A context in which tensors have shapes and no data, also where they meet others that have."""
+    """Return a context in which tensors have shapes and no data, even if they meet tensors with data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Dropout is one kernel, and part of fused attention's; on a CPU it is three, and attention with it is computed matrix by matrix."""
+    """Dropout as one kernel, and as part of fused attention's.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's signature
+    On a CPU it would be three kernels, and attention with it would be computed matrix by matrix.
+    """
+
+    # torch's signature
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is scaled_dot_product_attention:
             args = (*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()))
@@ -108,14 +117,15 @@ class _AsOnCuda(TorchFunctionMode):
 
 
 class _Counting(TorchDispatchMode):
-    """Files every operation that reaches a device."""
+    """Records every operation that reaches a device."""
 
     def __init__(self, operations: list[Operation]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._operations = operations
         self._autocast = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's signature
+    # torch's signature
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -138,7 +148,7 @@ def _operation(func: Any, name: str, args: Any, inputs: list[torch.Tensor], outp
         backward = "backward" in name
         shapes = [tensor.shape for tensor in (args[:4] if backward else args[:3])]
         flops = sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes)
-        halved = 2 if any(argument is True for argument in args) else 1  # the one flag: causal
+        halved = 2 if any(argument is True for argument in args) else 1  # the only flag: causal
         return Operation("fused_attention", flops // halved, nbytes, dtype, flops)
     if name in _TWICE and dtype == torch.bfloat16 and _channels_first(args[name.count("backward")]):
         nbytes *= _NARROW_NORM
@@ -156,7 +166,7 @@ def _channels_first(tensor: torch.Tensor) -> bool:
 
 
 def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether every row of the matrices among them begins at 16 bytes."""
+    """Whether every row of the matrices among ``tensors`` begins at a multiple of 16 bytes."""
     return all(max(tensor.stride()[-2:]) * tensor.element_size() % 16 == 0 for tensor in tensors if tensor.dim() > 1)
 
 
@@ -167,12 +177,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _is_view(func: Any, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> bool:
     if func._schema.is_mutable:  # noqa: SLF001  # torch has no other name for it
         return False
-    if any(each.alias_info is not None for each in func._schema.returns):  # noqa: SLF001  # also of a tensor that has data
+    if any(each.alias_info is not None for each in func._schema.returns):  # noqa: SLF001  # also for a tensor with data
         return True
     own = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # as above
     return all(tensor.untyped_storage()._cdata in own for tensor in outputs)  # noqa: SLF001  # as above
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of what is stored: an expanded tensor is not read in full."""
+    """Return the stored bytes of a tensor: an expanded one is not read in full."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

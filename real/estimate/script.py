@@ -1,7 +1,8 @@
-"""A user's script, up to its first update: the model is built, data are read, and the step itself computes nothing.
+"""A user's script up to its first update: it builds the model and reads data, but its step computes nothing.
 
-The script runs in a process of its own, with ``python``. From the first forward of the model to ``optimizer.step()``, tensors have no
-data; what asks for some there, as ``loss.item()`` does, cannot be answered, and the estimate is refused.
+The script runs in a process of its own, with ``python``. From the model's first forward to
+``optimizer.step()``, tensors have no data. Code that needs their values, such as ``loss.item()``, makes the
+estimate fail with an error.
 """
 
 import dataclasses
@@ -28,13 +29,14 @@ _WHERE = "the script's step"
 
 
 def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32: bool, workdir: Path | None) -> tuple[Experiment, Profile]:
-    """The experiment that the script is, on ``base``'s cluster, and its profile on ``gpu``.
+    """Return the script's experiment on ``base``'s cluster, and its profile on ``gpu``.
 
-    Raises ``ConfigError`` for a step that cannot be estimated, and ``WorkerFailed`` where the script fails by itself.
+    Raises ``ConfigError`` for a step that cannot be estimated, and ``WorkerFailed`` if the script itself
+    fails.
     """
     if len(command) < 2 or not Path(command[0]).name.startswith("python") or not command[1].endswith(".py"):
-        hint = "fleetbench estimate --gpu A100 -- python train.py; how many GPUs there are, the experiment's cluster says"
-        raise ConfigError("an estimate runs one process, which python starts", "--", repr(" ".join(command)), hint)
+        hint = "fleetbench estimate --gpu A100 -- python train.py; the experiment's cluster has the number of GPUs"
+        raise ConfigError("an estimate runs one process, started with python", "--", repr(" ".join(command)), hint)
     with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
         result = Path(scratch) / "result.json"
         order = json.dumps({"gpu": gpu, "tf32": tf32, "result": str(result)})
@@ -59,7 +61,11 @@ def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32:
 
 
 class _Script:
-    """In the script's process. ``distributed_model`` -> the first forward -> ``backward`` -> the optimizer's ``step``, which ends it."""
+    """The estimate in the script's process.
+
+    Its calls: ``distributed_model`` -> the first forward -> ``backward`` -> the optimizer's ``step``, which
+    ends it.
+    """
 
     def __init__(self, gpu: str, result: str, *, tf32: bool) -> None:
         self._gpu, self._tf32, self._result = gpu, tf32, Path(result)
@@ -69,7 +75,7 @@ class _Script:
         self.batch_size: int | None = None
 
     def install(self) -> None:
-        """Take the places of ``fleet``'s methods and of ``backward``."""
+        """Replace ``fleet``'s methods and ``backward``."""
         import torch
 
         from real.fleet import Fleet
@@ -94,7 +100,7 @@ class _Script:
         torch.autograd.backward = backward
 
     def hook(self, model: Any) -> Any:
-        """Let the model's first forward begin the estimate."""
+        """Start the estimate with the model's first forward."""
         from real.estimate.operations import nothing_computed
         from real.estimate.step import StepEstimate
 
@@ -105,7 +111,7 @@ class _Script:
                 return
             self.forwards += 1
             if self.forwards > 1:
-                hint = "let it make one forward an update; strategy.gradient_merge says how many there are"
+                hint = "make one forward per update; strategy.gradient_merge sets the number of forwards"
                 raise ConfigError("a second forward before the update is not estimated", _WHERE, hint=hint)
             self.batch_size = next((len(item) for item in args if isinstance(item, torch.Tensor)), None)
             self.entered.enter_context(nothing_computed())
@@ -119,7 +125,7 @@ class _Script:
         return model
 
     def end_with(self, optimizer: Any) -> Any:
-        """Let the optimizer's first step end the script."""
+        """End the script with the optimizer's first step."""
         plain_step = optimizer.step
 
         def step(*_: Any, **__: Any) -> NoReturn:
@@ -135,16 +141,17 @@ class _Script:
         return optimizer
 
     def write(self, found: dict[str, Any]) -> None:
-        """For the command."""
+        """Write the result for the command."""
         self._result.write_text(json.dumps(found), encoding="utf-8")
 
 
 def main() -> None:
-    """Run the script after the order."""
+    """Run the script with its arguments, which follow the order."""
     script = _Script(**json.loads(sys.argv[1]))
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    warnings.filterwarnings("error", message=".*device_type of 'cuda'.*")  # torch.autocast would be off, and the types wrong
+    # torch.autocast would be off, and types would be wrong
+    warnings.filterwarnings("error", message=".*device_type of 'cuda'.*")
     script.install()
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -156,7 +163,14 @@ def main() -> None:
             raise
         hint = "read no values between the forward and optimizer.step(); mixed precision is strategy.amp, or --precision"
         script.write(
-            {"refused": (f"asks for what has no data here: {type(error).__name__}: {str(error).splitlines()[0]}", _WHERE, None, hint)}
+            {
+                "refused": (
+                    f"needs data that an estimate does not have: {type(error).__name__}: {str(error).splitlines()[0]}",
+                    _WHERE,
+                    None,
+                    hint,
+                )
+            }
         )
 
 

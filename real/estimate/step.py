@@ -1,6 +1,6 @@
 """Step: one step of a model, priced operation by operation, as a layer table and a profile.
 
-A price is a roofline's: from the GPU's data sheet and a few efficiencies fitted to published runs.
+Prices follow a roofline: the GPU's data sheet, and a few efficiencies fitted to published runs.
 """
 
 import dataclasses
@@ -36,46 +36,56 @@ _BALANCE = 312e12 / 2039e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """Shares of a data sheet's rates that kernels reach, and what starting one takes; ``reports/estimate/fit.py`` fits them."""
+    """Shares of a data sheet's rates that kernels reach, and the time of a launch.
+
+    ``reports/estimate/fit.py`` fits them.
+    """
 
     matmul: float = 0.761
     convolution: float = 0.533
     attention: float = 0.402
     memory: float = 0.725
-    """Of the memory's bandwidth, for all bytes that operations move."""
+    """Share of the memory's bandwidth, for all bytes that operations move."""
     vector: float = 0.822
-    """Of the peak without tensor cores: matrix products in fp32 and fp64."""
+    """Share of the peak without tensor cores, for matrix products in fp32 and fp64."""
     vector_convolution: float = 1.13
-    """The same of convolutions, which may need fewer operations than are counted (Winograd's algorithm)."""
+    """Share of the peak without tensor cores, for convolutions, which may need fewer operations than are
+    counted (Winograd's algorithm)."""
     vector_attention: float = 0.376
-    """The same of fused attention, which has no kernels for TF32."""
+    """Share of the peak without tensor cores, for fused attention, which has no kernels for TF32."""
     launch_s: float = 25.9e-6
-    """The least that an operation takes."""
+    """Shortest time of an operation in seconds."""
     balance: float = 0.234
-    """By which power tensor cores' shares fall with FLOP/s for each byte/s, from those of an A100's fp16 on; ``vector`` is their most."""
+    """Power with which tensor cores' shares fall with FLOP/s per byte/s, relative to an A100's fp16;
+    ``vector`` is their maximum."""
 
 
 FITTED = Efficiencies()
 HALF_WIDTH = 0.3
-"""Of a step's interval on GPUs of which runs are published: 60 of 65 lie within it, each left out of the fit with its model and GPU. On an
-H200, sealed before they were measured, 8 of 10 lay within 25 %."""
+"""Half the relative width of a step's interval on GPUs with published runs: 60 of 65 are inside, each left
+out of the fit with its model and GPU. On an H200, for predictions sealed before the measurement, 8 of 10 were
+within 25 %."""
 HALF_WIDTHS = {"V100": 0.25, "A100": 0.25, "A100-40GB": 0.25, "H100": HALF_WIDTH, "H200": HALF_WIDTH, "B200": HALF_WIDTH}
-"""The same by GPU; 40 of 44 published runs on V100 and A100 lie within theirs."""
+"""Half-widths by GPU; 40 of 44 published runs on V100 and A100 are inside theirs."""
 _UNSEEN = 0.5
-"""The same of GPUs of which no run was compared: a choice."""
+"""Half-width for GPUs without any compared run: a choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """One GPU. The times of computing and of moving add up: kernels overlap the two in part only."""
+    """One GPU, for which the times of compute and of memory traffic add up.
+
+    Kernels overlap the two only in part.
+    """
 
     gpu: Gpu
     tf32: bool = False
-    """Whether float32 products use tensor cores, too: convolutions do, where the GPU can (``torch.backends.cudnn.allow_tf32``)."""
+    """Whether float32 products use tensor cores, too. Convolutions do if the GPU can
+    (``torch.backends.cudnn.allow_tf32``)."""
     efficiencies: Efficiencies = FITTED
 
     def seconds(self, operation: Operation) -> float:
-        """What one operation takes."""
+        """Return the seconds of one operation."""
         own = self.efficiencies
         moving_s = operation.nbytes / (own.memory * self.gpu.memory_bandwidth)
         if operation.kind == "memory":
@@ -90,21 +100,24 @@ class Roofline:
         return max(own.launch_s, operation.flops / (share * peak) + moving_s)
 
     def precision(self, operation: Operation) -> Precision:
-        """The type in which the GPU computes it."""
+        """Return the type in which the GPU computes an operation."""
         fused, convolution = operation.kind == "fused_attention", operation.kind == "convolution"
         narrowed = "tf32" in self.gpu.flops_s and not fused and (self.tf32 or (convolution and torch.backends.cudnn.allow_tf32))
         return _PRECISIONS.get(operation.dtype, "tf32" if narrowed else "fp32")
 
     def update_s(self, nbytes: int) -> float:
-        """What an optimizer's step takes that moves so many bytes."""
+        """Return the seconds of an optimizer's step that moves ``nbytes``."""
         return nbytes / (self.efficiencies.memory * self.gpu.memory_bandwidth)
 
 
 class StepEstimate:
-    """One step of a model whose forward, backward and update run inside ``forward``, ``backward_ends`` and ``update``, in this order."""
+    """One step of a model.
+
+    The forward runs inside ``forward``; then come ``backward_ends`` and ``update``, in this order.
+    """
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy, gpu: str, *, tf32: bool) -> None:
-        """Raises ``ConfigError`` for what cannot be estimated."""
+        """Raises ``ConfigError`` for a step that cannot be estimated."""
         self._gpu: Gpu = gpu_named(gpu, "--gpu")
         self._name, self._tf32, self._strategy, self._model = gpu_name(gpu, "--gpu"), tf32, strategy, model
         self._refuse()
@@ -117,13 +130,13 @@ class StepEstimate:
         self._clock = LayerClock(model, self.recorder)
         self._clock.attach()
         self.forward = SavedForBackward(model, lambda: self._clock.current)
-        """Around the forward and the loss."""
+        """Context of the forward and the loss."""
 
     def _refuse(self) -> None:
         strategy = self._strategy
         for name, _ in changed_fields(strategy.build_strategy, "strategy.build_strategy"):
             if name in named("restarts"):
-                raise ConfigError("what compiled code takes is not estimated", name, "true", "leave it at its default")
+                raise ConfigError("the time of compiled code is not estimated", name, "true", "leave it at its default")
         if any(getattr(module, "sparse", False) for module in self._model.modules()):
             hint = "declare the layers in workload.layers, an embedding by its rows, width and touched"
             raise ConfigError("what sparse gradients take is not estimated", "the model", type(self._model).__name__, hint)
@@ -132,28 +145,31 @@ class StepEstimate:
             raise ConfigError(f"{self._name} has no {strategy.amp_configs.dtype}", "strategy.amp_configs.dtype", hint=f"it has {known}")
 
     def backward_ends(self) -> None:
-        """After the backward."""
+        """Mark the end of the backward."""
         self._end = self.recorder.mark()
         self._clock.keep()
         self._clock.detach()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer make its state; what its step takes follows from the bytes of that."""
+        """Let the optimizer create its state; the time of its step follows from the state's bytes."""
         optimizer.step()
         self._memory = memory_bytes(self._model, optimizer, sum(self.forward.by_name.values()))
         moved = (5 if self._strategy.scales_loss else 3) * self._memory["gradients"] + 2 * self._memory["optimizer_state"]
         self._update_ns = round(1e9 * self._roofline.update_s(moved))
 
     def _uneven_vocabularies(self) -> list[str]:
-        """Warnings of products with as many columns as an embedding has words, whose rows do not begin at 16 bytes in 16 bits."""
+        """Return warnings of products with as many columns as an embedding has words.
+
+        In 16 bits, rows of such a product do not begin at multiples of 16 bytes.
+        """
         modules, half = list(self._model.modules()), self._strategy.amp
         ends = {each.out_features for each in modules if isinstance(each, nn.Linear) and (half or each.weight.dtype.itemsize == 2)}
         sizes = sorted(ends & {each.num_embeddings for each in modules if isinstance(each, nn.Embedding)})
-        slower = "a vocabulary of {:,} is no multiple of 8: tensor cores are slower. HINT: pad it to {:,}, or to {:,}, a multiple of 64"
+        slower = "a vocabulary of {:,} is not a multiple of 8: tensor cores are slower. HINT: pad it to {:,}, or to {:,}, a multiple of 64"
         return [slower.format(size, -(-size // 8) * 8, -(-size // 64) * 64) for size in sizes if size % 8]
 
     def _model_flops(self) -> ModelFlops | None:
-        """FLOPs of the forward, and of a backward that recomputes nothing; none of a model without products."""
+        """Return FLOPs of forward and backward without recompute; ``None`` for a model without products."""
         forward = [one for one in self.recorder.operations[: self._clock.forward_end] if one.model_flops]
         peaks = {self._gpu.flops_s[precision]: precision for precision in map(self._roofline.precision, forward)}
         if not peaks:
@@ -161,7 +177,7 @@ class StepEstimate:
         return ModelFlops(per_step=3.0 * sum(one.model_flops for one in forward), peak_s=max(peaks), precision=peaks[max(peaks)])
 
     def profile(self, key: str) -> Profile:
-        """The table under ``key``, and the memory."""
+        """Return the profile: the table under ``key``, and the memory."""
         last, end = self.recorder.resolve([self._clock.forward_end, self._end])
         buffers = ModelBuffers(self._model)
         part = Measured(
@@ -182,17 +198,20 @@ class StepEstimate:
             memory=Memory(**held, peak=Bytes(sum(held.values()))),
             flops=self._model_flops(),
             estimated=half_width(self._name),
-            notes=(f"matrix products in {precision}; reading data and starting collectives take nothing", *self._uneven_vocabularies()),
+            notes=(f"matrix products in {precision}; reading data and starting collectives take no time", *self._uneven_vocabularies()),
         )
 
 
 def half_width(gpu: str) -> float:
-    """Half the relative width of a step's interval on a GPU."""
+    """Return half the relative width of a step's interval on a GPU."""
     return HALF_WIDTHS.get(gpu, _UNSEEN)
 
 
 def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile:
-    """The profile of ``experiment``, a registry model, on ``gpu``, under its key. Raises ``ConfigError`` for what cannot be estimated."""
+    """Return the profile of ``experiment``, a registry model, on ``gpu``, under its key.
+
+    Raises ``ConfigError`` if it cannot be estimated.
+    """
     workload = experiment.workload
     check_model(workload)
     default, compare = torch.get_default_dtype(), loss_of(workload.model)
@@ -215,7 +234,7 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
 
 
 def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = False) -> Experiment:
-    """The experiment that names its estimated profile, which is made below ``root`` where it is not there."""
+    """Return the experiment that names its estimated profile, created below ``root`` if it is missing."""
     version = hashlib.sha256(repr((FITTED, half_width(gpu), gpu_named(gpu, "--gpu"), tf32)).encode()).hexdigest()[:8]
     path = (root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml").resolve()
     if not path.exists():

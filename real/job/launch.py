@@ -63,7 +63,9 @@ class Order(Protocol):
 class Launch(ABC):
     """``started`` -> ``joined`` (all ranks have met) -> legs, one order after another -> ``ended``.
 
-    A rank that dies, raises, or falls silent past the timeout ends the launch with an error that names it.
+    Life cycle: ``started`` -> ``joined`` (every rank has met the others) -> legs, one order after another ->
+    ``ended``. A rank that dies, raises, or is silent beyond the timeout ends the launch with an error that
+    names it.
     """
 
     _beats_count_process = False  # their steps are a leg's

@@ -1,11 +1,11 @@
 """RankLegs: the legs of one rank, in the driver's order, of a script or of an experiment's own workload.
 
-``joined`` (the driver knows that this rank is there) -> legs: after the last step of each its part is
-written, and the next order is waited for -> the driver says stop. In a script each leg begins and ends where
-``optimizer.step()`` returns, and after the last one the script's own strategy is back, and ``SystemExit`` is
-raised. A script whose data end first leaves an incomplete part at exit.
+Life cycle: ``joined`` (the driver knows this rank) -> legs: after the last step of each, the rank writes its
+part and waits for the next order -> the driver says stop. In a script each leg begins and ends where
+``optimizer.step()`` returns. After the last one, the script's own strategy is restored and ``SystemExit`` is
+raised. If a script's data end first, it leaves an incomplete part at exit.
 
-How a leg runs is said in ``real.leg_steps``.
+``real.leg_steps`` defines how a leg runs.
 """
 
 from __future__ import annotations

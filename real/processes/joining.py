@@ -1,6 +1,6 @@
 """Joining: a process becomes a rank of its job's process group, through the interface that reaches rank 0.
 
-The launchers ask about interfaces too, and need no torch for that.
+Launchers ask about interfaces, too, and need no torch for that.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str |
 def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
     """Make gloo use, in this process, the interface that reaches rank 0, unless somebody chose one.
 
-    By itself gloo takes the one that the host's own name resolves to, which on many systems is the loopback.
-    ``patience_s`` is ``interface_towards``'s. Raises ``EnvironmentLacks`` as that does, and for a name that
-    is the loopback here alone.
+    By itself gloo uses the interface that the host's own name resolves to, which on many systems is the
+    loopback. ``patience_s``: see ``interface_towards``. Raises ``EnvironmentLacks`` as that does, and for a
+    name that is the loopback only on this host.
     """
     if os.environ.get(GLOO):
         return

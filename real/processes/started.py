@@ -135,7 +135,7 @@ def _signal(pid: int, how: signal.Signals) -> None:
 def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
     """A timed clean-up that none of ``signals`` interrupts: by default a second Ctrl-C, SIGTERM and SIGHUP.
 
-    A thread other than the main one hears no signal anyway.
+    A thread other than the main one receives no signals anyway.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -152,7 +152,7 @@ def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
 def free_ports(num: int) -> list[int]:
     """Return ports of this machine without a listener, below those that the system uses for connections.
 
-    One of those might be taken by any connection before a server binds it.
+    Any connection might take one of those before a server binds it.
     """
     found: list[int] = []
     with contextlib.ExitStack() as opened:

@@ -1,1 +1,1 @@
-"""Profiles: short runs of an experiment's own trainers, and what is read off them."""
+"""Profiles: short runs of an experiment's own trainers, and the figures read from them."""

@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 _SLOWEST = 0.02
 """Share of the steps that counts as hiccups of the machine."""
 _LONGEST_GAP = 0.5
-"""Longest gap between two collectives of one lane, as a share of the second: longer gaps are waits for the
+"""Longest gap between two collectives of one lane, as a share of the second. A longer gap is a wait for the
 caller."""
 
 
@@ -140,7 +140,7 @@ class Starts:
 
 
 def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, ...]:
-    """Return the times of all-reduces in the loop: of each gradient, in a queue, and of all in one bucket."""
+    """Return the times of all-reduces in the loop: of each gradient in a queue, and of all in one bucket."""
     sizes = {bucket.id: bucket.nbytes for bucket in averaged.plan.buckets}
     times = collective_times(averaged)
     found = [_point(sizes[bucket], times[bucket]) for bucket in sorted(times, key=sizes.__getitem__)]
@@ -236,9 +236,9 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
 
 
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
-    """Return the link as each of two collectives in flight sees it, never faster than alone.
+    """Return the link of each of two collectives in flight, or nothing if two never are.
 
-    Empty if two never are.
+    The link is never faster than that of one collective.
     """
     alone = hockney.link
     lanes: dict[int, list[Bucket]] = {}

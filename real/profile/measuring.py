@@ -157,37 +157,34 @@ def _computed(strategy: DistributedStrategy) -> DistributedStrategy:
 
 
 def whole(strategy: DistributedStrategy) -> DistributedStrategy:
-    """All gradients in one bucket, which is ready with the last of them."""
+    """Return the strategy with all gradients in one bucket, which is ready with the last of them."""
     return measured_part(strategy).replace(fuse_grad_size_in_MB=0.0)
 
 
 def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
-    """Some buckets of about one size."""
+    """Return the strategy with several buckets of similar size."""
     gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
     size_in_mb = sum(gradient.nbytes for gradient in gradients) / SEVERAL / MIB
     return measured_part(strategy).replace(fuse_grad_size_in_MB=size_in_mb, fuse_grad_count=max(2, len(gradients)))
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
-    """Local SGD in one bucket, with the update of the strategy.
-
-    Its state is averaged where the optimizer needs that.
-    """
+    """Return Local SGD in one bucket, with the strategy's update; averages optimizer state if it must."""
     return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
 def queued(strategy: DistributedStrategy, optimizer: str) -> DistributedStrategy:
-    """The same, of two steps, with a bucket a gradient."""
+    """Return Local SGD of two steps, with one bucket per gradient."""
     return _local(strategy, optimizer, fuse_all_reduce_ops=False)
 
 
 def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) -> DistributedStrategy:
-    """And with two of them in flight."""
+    """Return Local SGD of two steps, with one bucket per gradient and two of them in flight."""
     return queued(strategy, optimizer).replace(nccl_comm_num=1 if queue_depth(backend) > 1 else 2, sync_nccl_allreduce=False)
 
 
 def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Rounds of two steps with an outer optimizer, in one bucket that travels in INT8."""
+    """Return rounds of two steps with an outer optimizer, in one bucket that is sent in INT8."""
     configs = LocalSGDConfigs(k_steps=2, outer_lr=0.7, outer_momentum=0.9, outer_wire="int8")
     return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
 
@@ -224,7 +221,7 @@ def measure_profile(
     """
     if is_emulated(experiment):
         hint = "--set run.device=cpu measures the layer times that it sleeps by"
-        raise ConfigError("an emulated device computes nothing that could be measured", "run.device", "'emulated'", hint)
+        raise ConfigError("an emulated device has no compute to measure", "run.device", "'emulated'", hint)
     quiet = _quiet(experiment)
     with Session(quiet) as session:
         return _Measuring(session, experiment, quiet, seconds, progress).take(stragglers=stragglers)
@@ -308,13 +305,13 @@ class _Measuring:
         return self._taken(tables, threads, whole, communication, stragglers=stragglers)
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
-        """Gathers and scatters stand for all-reduces of as many bytes.
+        """Measure a sharded model: gathers and scatters stand for all-reduces of as many bytes.
 
-        With gloo nothing travels beside compute.
+        With gloo no collective runs beside compute.
         """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
-            what = "gathers and scatters on streams of their own, whose time is not told from compute yet: profile and tune need gloo"
+            what = "gathers and scatters run on their own streams and cannot be timed apart from compute yet: profile and tune need gloo"
             raise ConfigError(what, "the backend", self._quiet.run.backend, hint)
         own, trainers = self._own.thread_num, self._quiet.cluster.trainers
         parts = self._legs.layers(self._own)
@@ -323,7 +320,7 @@ class _Measuring:
         whole = size(sum(gradient.nbytes for gradient in table.by_readiness()))
         self._notes.append(f"layers were timed with the whole model on each rank: {whole} of parameters, and as much of gradients")
         degree, points = run.plan.shard_ranks, points_of_blocks(run)
-        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # which a trainer has done of its shard
+        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # measured for a shard
         hockney = fit_points(points, degree)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
@@ -354,14 +351,14 @@ class _Measuring:
         *,
         stragglers: bool,
     ) -> Taken:
-        """The profile of these; ``whole``: the run whose compute tells of stragglers."""
+        """Return the profile of these; stragglers are fitted to the compute of the run ``whole``."""
         fit = fit_stragglers(compute_times(whole)) if stragglers else None
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
             tables = {number: scaled(table, share, share) for number, table in tables.items()}
         void = [name for name, run in self._legs.runs.items() if run.summary.testbed is not None and not run.summary.testbed["counts"]]
         if void:
-            self._notes.append(f"void, as the machine was not quiet in any of their repeats: {', '.join(void)}; profile again")
+            self._notes.append(f"void, because the machine was not quiet in any repeat: {', '.join(void)}; profile again")
         host = machine()
         profile = Profile(
             machine=f"{host['processor']}, {host['cores']} cores, {host['system']}",
@@ -450,7 +447,7 @@ class _Measuring:
 
 
 _BUSY: set[Path] = set()
-"""Profiles of a busy machine that serve this process: its points are compared with each other."""
+"""Profiles of a busy machine that this process uses, because their points are compared with each other."""
 _LOOK_S = 1.0
 """Seconds for which the machine is watched before a profile of a busy machine is used again."""
 
@@ -497,7 +494,7 @@ def _is_busy_now() -> bool:
 def _announced(experiment: Experiment, folder: Path) -> str:
     num = _num_legs(experiment, _quiet(experiment))
     at_most = f"in {num} legs, which take {num * SECONDS:.0f} s at most, but more on a busy machine or with steps of seconds"
-    return f"note: no profile of this model is stored: one is measured now, {at_most}; it is kept in {folder}"
+    return f"note: no profile of this model is stored: one is measured now, {at_most}; it is stored in {folder}"
 
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:
@@ -521,6 +518,6 @@ def _name(experiment: Experiment) -> str:
     what = {"method": _METHOD, "tables": keys, "backend": experiment.run.backend, "machine": machine(), "torch": versions()["torch"]}
     if experiment.strategy.quantises:
         what["quantises"] = True
-    if experiment.run.launcher == "testbed":  # whose links are the experiment's, and everybody else's the machine's
+    if experiment.run.launcher == "testbed":  # a testbed has its own links
         what["links"] = encode(dataclasses.replace(experiment.cluster, stragglers=()))
     return json_digest(what)[:16]

@@ -1,10 +1,11 @@
-"""Relay: holds every packet that a host sends until its latency has passed. A process beside the driver, for kernels without netem.
+"""Relay: holds every packet that a host sends for the link's latency, for kernels without netem.
 
-A host sends into a device of its own, whose token bucket is the link's. The relay reads each frame there, waits, and sends it out of the
-host's interface, so that a packet first takes its time on the wire, and then its latency. What a host receives passes no relay.
+It is a process beside the driver. A host sends into a device of its own with the link's token bucket. The
+relay reads each frame there, waits, and sends it out of the host's interface. So a packet first takes its
+time on the wire, and then its latency. Packets that a host receives do not pass the relay.
 
-``python -m real.testbed.latency_relay HOSTS``: descriptors and delays of every host, as JSON. A line of its input is a number of
-nanoseconds by which packets are held less from then on.
+``python -m real.testbed.latency_relay HOSTS``: HOSTS has descriptors and delays of every host, as JSON. Each
+line of its input is a number of nanoseconds by which it shortens the delays from then on.
 """
 
 import ctypes
@@ -25,21 +26,25 @@ from contextlib import AbstractContextManager, ExitStack
 from fleetbench.children import bound
 
 DEVICE = "delay"
-"""What a host sends into."""
+"""Name of the device that a host sends into."""
 _TUN = "/dev/net/tun"
 _NEW_DEVICE, _SET_OFFLOAD = 0x400454CA, 0x400454D0  # TUNSETIFF, TUNSETOFFLOAD: linux/if_tun.h
 _FRAMES_WITH_HEADER = 0x0002 | 0x1000 | 0x4000  # IFF_TAP, IFF_NO_PI, IFF_VNET_HDR
-_LONG_SEGMENTS = 0x01 | 0x02  # TUN_F_CSUM, TUN_F_TSO4: a burst stays one frame, as between virtual Ethernet devices
+# TUN_F_CSUM, TUN_F_TSO4: a burst stays one frame, as between virtual Ethernet devices
+_LONG_SEGMENTS = 0x01 | 0x02
 _SOL_PACKET, _PACKET_VNET_HDR = 263, 15  # linux/if_packet.h
 _TARGET = slice(10, 16)
-"""Where a frame's receiver stands: after the header of virtio_net."""
+"""Position of a frame's destination address, after the header of virtio_net."""
 _TICK_S = 0.0001
-"""The relay looks at most so often: what has gathered in the meantime is handled together."""
+"""Shortest interval in seconds at which the relay looks; it handles the frames of an interval together."""
 _PR_SET_TIMERSLACK = 29
 
 
 def open_device(inside: AbstractContextManager[None]) -> int:
-    """Make ``DEVICE`` in a namespace; it is there until the descriptor is closed. Raises ``OSError`` where the kernel refuses."""
+    """Create ``DEVICE`` in a namespace, until the descriptor is closed.
+
+    Raises ``OSError`` if the kernel refuses.
+    """
     with inside:
         device = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -54,9 +59,10 @@ def open_device(inside: AbstractContextManager[None]) -> int:
 def start(
     inside: Callable[[str], AbstractContextManager[None]], interface: str, delays: Mapping[str, Mapping[str, int]]
 ) -> subprocess.Popen[bytes]:
-    """Make every host's device, and start the relay. ``delays``: nanoseconds by host and Ethernet address of the receiver.
+    """Create every host's device, and start the relay, which ends with this process.
 
-    Raises ``OSError`` where the kernel refuses. The process ends with this one.
+    ``delays``: nanoseconds by host and by the receiver's Ethernet address. Raises ``OSError`` if the kernel
+    refuses.
     """
     with ExitStack() as opened:
         hosts = []
@@ -74,7 +80,7 @@ def start(
 
 
 def relay(hosts: list[tuple[int, int, dict[bytes, int]]], told: int) -> None:
-    """Read frames of each host's device, and send each when the delay of its receiver has passed, until ``told`` ends."""
+    """Forward each host's frames after the delay of their receiver, until the input ``told`` ends."""
     buffer = bytearray(1 << 17)
     view = memoryview(buffer)
     waiting: list[tuple[int, int, int, bytes]] = []  # due, order, where to, frame

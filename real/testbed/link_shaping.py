@@ -1,8 +1,8 @@
-"""Link shaping: what ``ip`` and ``tc`` are told to build a topology and to shape its links. ``network`` carries it out.
+"""Link shaping: commands of ``ip`` and ``tc`` that build a topology and shape its links, for ``network``.
 
-The settings are those that made a pair of virtual devices behave as a link: short segments
-(``gso_max_size``) so that a burst is not one packet, a peak rate so that tokens saved while idle are
-not spent at once, one CPU set for every receive queue so that packets keep their order.
+The settings are those with which a pair of virtual devices behaved as a link: short segments
+(``gso_max_size``), so that a burst is not one packet; a peak rate, so that tokens saved while idle are not
+spent at once; one CPU set for every receive queue, so that packets keep their order.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ SEGMENT_BYTES = 8192
 BURST_BYTES = 64 * 1024
 LIMIT = "4mb"
 PEAK = 1.03
-"""Peak rate over rate."""
+"""Ratio of the peak rate to the rate."""
 MTU_BYTES = 9000
-"""Largest packet that the peak rate's bucket takes: a segment with its headers."""
+"""Largest packet in bytes that the peak rate's bucket takes: a segment with its headers."""
 _SHORT_SEGMENTS = f"gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
 _QUEUE = 10_000
 """Packets that may wait for the relay."""
 _SHORT = "short segments (gso_max_size, gro_max_size)"
 STEERED = "packets in order (rps_default_mask)"
 CONGESTION_CONTROL = ("cubic", "reno")
-"""The first that the kernel allows is taken: without root it allows few."""
+"""Algorithms by preference; without root the kernel allows few."""
 SYSCTLS = (
     "net/ipv6/conf/all/disable_ipv6=1",
     "net/ipv6/conf/default/disable_ipv6=1",
@@ -39,18 +39,22 @@ SYSCTLS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Lines for one tool in one namespace. A refused line ends the build, unless the step is ``optional``: then it is noted."""
+    """Lines for one tool in one namespace.
+
+    A refused line ends the build, or is noted if the step is ``optional``.
+    """
 
     namespace: str
     tool: Tool
     lines: tuple[str, ...]
-    """Of ``ip``: ``{name}`` stands for the namespace ``name``. Of ``sysctl``: ``a|b`` tries a, then b."""
+    """Lines for ``ip``, in which ``{name}`` stands for the namespace ``name``; or for ``sysctl``, in which
+    ``a|b`` tries a, then b."""
     optional: str = ""
-    """What is missing where it is refused; empty for a line that must not be."""
+    """Name of the missing feature if a line is refused; empty if no line may be refused."""
 
 
 def build(topology: Topology) -> list[Step]:
-    """Everything from empty namespaces to shaped links."""
+    """Return all steps from empty namespaces to shaped links."""
     names = (*topology.switches, *topology.hosts)
     control = "|".join(f"net/ipv4/tcp_congestion_control={name}" for name in CONGESTION_CONTROL)
     steps = [Step(namespace=name, tool="sysctl", lines=SYSCTLS) for name in names]
@@ -67,18 +71,25 @@ def build(topology: Topology) -> list[Step]:
 
 
 def steer(topology: Topology, cores: int) -> list[Step]:
-    """Before anything is built: each flow to one of ``cores`` CPUs, in every device that will be there. Kernels before 6.4 refuse it."""
+    """Return steps that send each flow to one of ``cores`` CPUs in every device created later.
+
+    They come before all others. Kernels before 6.4 refuse them.
+    """
     names = (*topology.switches, *topology.hosts)
     return [Step(namespace=name, tool="sysctl", lines=(f"net/core/rps_default_mask={_mask(cores)}",), optional=STEERED) for name in names]
 
 
 def shape(wires: Sequence[Wire]) -> list[Step]:
-    """Give both ends of every wire its rate; on a wire that has one, the new one replaces it."""
+    """Return steps that set the rate at both ends of every wire; a new rate replaces an old one."""
     return [Step(namespace=name, tool="tc", lines=(_bucket(device, wire.rate_bps),)) for wire in wires for name, device in _ends([wire])]
 
 
 def delay(topology: Topology, device: str) -> list[Step]:
-    """Every host sends into ``device``, where a relay reads, instead of into its interface; its link's bucket moves there."""
+    """Return steps that let every host send into ``device``, where a relay reads.
+
+    A host's traffic no longer enters its interface directly. Its link's token bucket moves to ``device``,
+    too.
+    """
     steps = []
     for wire in topology.wires:
         if (host := wire.lower) in topology.hosts:
@@ -96,17 +107,20 @@ def delay(topology: Topology, device: str) -> list[Step]:
 
 
 def settling_s(rate_bps: float) -> float:
-    """How long a link that was idle sends at its peak rate, until the saved tokens are spent."""
+    """Return the seconds that an idle link sends at its peak rate before its saved tokens are spent."""
     return 8 * BURST_BYTES / ((PEAK - 1.0) * rate_bps)
 
 
 def _ends(wires: Sequence[Wire]) -> list[tuple[str, str]]:
-    """Namespace and device of both ends of every wire, the upper one first."""
+    """Return namespace and device of both ends of every wire, the upper one first."""
     return [end for wire in wires for end in ((wire.upper, wire.port), (wire.lower, wire.device))]
 
 
 def _mask(cores: int) -> str:
-    """All cores, as the kernel reads and writes bitmaps: 32 bits a word, words parted by commas (lib/bitmap-str.c)."""
+    """Return the bitmap of all cores in the kernel's format: words of 32 bits, separated by commas.
+
+    Source: lib/bitmap-str.c.
+    """
     words = [min(32, cores - start) for start in range(0, cores, 32)]
     return ",".join([f"{(1 << words[-1]) - 1:x}", *("ffffffff" for _ in words[1:])])
 
@@ -118,7 +132,7 @@ def _bucket(device: str, rate_bps: int) -> str:
 
 
 def _bridge(topology: Topology, switch: str) -> Step:
-    """A bridge that forgets no address within a day, and sends nothing of its own."""
+    """Return the step for a bridge that forgets no address within a day, and sends nothing itself."""
     settings = "stp_state 0 forward_delay 0 mcast_snooping 0 ageing_time 8640000"
     lines = (
         "link set dev lo up",
@@ -146,7 +160,7 @@ def _connect(topology: Topology, wire: Wire) -> list[Step]:
 
 
 def _neighbours(topology: Topology, name: str, device: str) -> Step:
-    """Permanent neighbour entries on every host: no ARP request falls into a measurement."""
+    """Return permanent neighbour entries, so that no ARP request falls into a measurement."""
     lines = tuple(
         f"neigh replace {topology.address(other)} lladdr {topology.hardware_address(other)} dev {device} nud permanent"
         for other in (*topology.switches, *topology.hosts)

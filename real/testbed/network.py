@@ -1,7 +1,8 @@
-"""Network: the network namespaces of a testbed, held by the driver as open files. They are gone when the driver is, for whatever reason.
+"""Network: the network namespaces of a testbed, held by the driver as open files.
 
-They have no names, so nothing of them shows in the machine's own network, and nothing has to be taken down. Only the network of a
-process inside is the host's: files, users' rights and processes stay those of the machine.
+They end with the driver, however it ends. They have no names, so they are not visible in the machine's own
+network, and nothing has to be removed. A process inside has another network, but the files, users' rights and
+processes of the machine.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
     from real.testbed.link_shaping import Step
 
 TOOL_PATH = f"{os.defpath}:/usr/local/sbin:/usr/sbin:/sbin"
-"""Where ``ip`` and ``tc`` are, also for users whose own path leaves out the administrator's folders."""
+"""Path of ``ip`` and ``tc``, also for users whose own path lacks the administrator's folders."""
 COUNTERS = {
     "retransmits": ("RetransSegs",),
     "timeouts": ("TCPTimeouts",),
     "reorders": ("TCPSACKReorder", "TCPTSReorder", "TCPRenoReorder"),
     "segments": ("OutSegs",),
 }
-"""What is read of every namespace: the kernel's counters that add up to it (proc_net_snmp(5))."""
+"""Figures of every namespace, each with the kernel's counters that add up to it (proc_net_snmp(5))."""
 _NEW_NET = 0x40000000  # linux/sched.h
 
 
 class Network:
     """Empty network namespaces by name, from the constructor until ``close``.
 
-    Raises ``EnvironmentLacks`` where this process may make none, or a tool is missing.
+    Raises ``EnvironmentLacks`` if this process may not create them, or a tool is missing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -49,19 +50,19 @@ class Network:
                 self._files[name] = self._new()
         except OSError as error:
             self.close()
-            raise lacking(f"no network namespace can be made: {error.strerror}") from None
+            raise lacking(f"no network namespace can be created: {error.strerror}") from None
 
     def close(self) -> None:
-        """Leave them; they are gone when no process is in them any more."""
+        """Close the files; the namespaces end when no process is inside any more."""
         for file in (*self._files.values(), self._home):
             os.close(file)
 
     def path(self, name: str) -> str:
-        """A file by which other processes enter the namespace."""
+        """Return the path of a file by which other processes enter the namespace."""
         return f"/proc/{os.getpid()}/fd/{self._files[name]}"
 
     def command(self, names: Sequence[str], program: Sequence[str]) -> list[str]:
-        """A command that becomes ``program`` inside a namespace: the only one of ``names``, or the one of its RANK."""
+        """Return a command that becomes ``program`` inside the only namespace of ``names``, or its RANK's."""
         if len(names) == 1:
             return ["nsenter", f"--net={self.path(names[0])}", *program]
         choice = f'exec nsenter --net="$(set -- {" ".join(map(self.path, names))}; shift "$RANK"; echo "$1")" "$0" "$@"'
@@ -69,7 +70,7 @@ class Network:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """This thread is inside the namespace; what it opens and starts stays there."""
+        """Move this thread into the namespace; what it opens and starts stays there."""
         _call("setns", self._files[name], _NEW_NET)
         try:
             yield
@@ -77,7 +78,10 @@ class Network:
             _call("setns", self._home, _NEW_NET)
 
     def apply(self, steps: Sequence[Step]) -> list[dict[str, str]]:
-        """Run steps in their order; the optional lines that were refused. Raises ``EnvironmentLacks`` for any other that is."""
+        """Run steps in their order, and return the optional lines that were refused.
+
+        Raises ``EnvironmentLacks`` if any other line is refused.
+        """
         paths = {name: self.path(name) for name in self._files}
         refused = []
         for step in steps:
@@ -92,12 +96,12 @@ class Network:
         return refused
 
     def congestion_control(self) -> str:
-        """TCP's congestion control in the namespaces."""
+        """Return TCP's congestion control in the namespaces."""
         with self.inside(next(iter(self._files))):
             return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """``COUNTERS`` of every namespace since it was made."""
+        """Return the ``COUNTERS`` of every namespace since its creation."""
         found = {}
         for name in self._files:
             with self.inside(name):
@@ -107,7 +111,7 @@ class Network:
         return found
 
     def _new(self) -> int:
-        """A file that is, and keeps alive, a new network namespace."""
+        """Create a network namespace, and return the open file that keeps it alive."""
         _call("unshare", _NEW_NET)
         try:
             return _current_network()
@@ -116,7 +120,7 @@ class Network:
 
 
 def lacking(what: str) -> EnvironmentLacks:
-    """The error of a machine on which no testbed can be built."""
+    """Return the error of a machine on which no testbed can be built."""
     needed = "Linux with network namespaces, ip and tc of iproute2, nsenter of util-linux, and root"
     hint = f"needs {needed}; else `unshare --map-root-user --net fleetbench ...`"
     return EnvironmentLacks(what, "run.launcher", "'testbed'", hint)
@@ -128,7 +132,7 @@ def is_rootless() -> bool:
 
 
 def _call(name: str, *numbers: int) -> None:
-    """``setns`` or ``unshare`` of libc, for this thread: Python 3.12 has them in ``os``."""
+    """Call ``setns`` or ``unshare`` of libc for this thread; Python has them in ``os`` from 3.12 on."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*numbers) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
 
@@ -138,7 +142,7 @@ def _current_network() -> int:
 
 
 def _columns(text: str) -> dict[str, int]:
-    """Pairs of lines, names above values, as in /proc/net/snmp."""
+    """Read pairs of lines, names above values, as in /proc/net/snmp."""
     lines = text.splitlines()
     return {
         name: int(value)
@@ -149,14 +153,17 @@ def _columns(text: str) -> dict[str, int]:
 
 
 def _batch(tool: str, lines: Sequence[str]) -> str | None:
-    """Run ``ip`` or ``tc`` over lines of our own; the reason where one was refused."""
+    """Run ``ip`` or ``tc`` over lines; return the reason if one was refused."""
     text, environment = "\n".join(lines) + "\n", {"PATH": TOOL_PATH, "LC_ALL": "C"}
     done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False, env=environment)
     return None if done.returncode == 0 else " ".join(done.stderr.split()) or f"{tool} ended with exit code {done.returncode}"
 
 
 def _sysctl(lines: Sequence[str]) -> str | None:
-    """Write settings of this network namespace, of alternatives (``a|b``) the first that is taken; why another was refused."""
+    """Write settings of this network namespace; return the reason if one was refused.
+
+    Of alternatives (``a|b``), the first that the kernel accepts counts.
+    """
     reason = None
     for line in lines:
         for choice in line.split("|"):
@@ -164,7 +171,7 @@ def _sysctl(lines: Sequence[str]) -> str | None:
             try:
                 Path("/proc/sys", name).write_text(value, encoding="ascii")
             except FileNotFoundError:
-                if "ipv6" in name:  # a kernel without it has it off
+                if "ipv6" in name:  # off in a kernel without it
                     break
                 reason = f"{name}: no such setting"
             except OSError as error:

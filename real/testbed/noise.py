@@ -1,6 +1,7 @@
-"""Noise: what else the machine did while something was measured, whether it can be trusted, and measuring again where it cannot.
+"""Noise: other work of the machine during a measurement, whether it voids the result, and repeats if it does.
 
-A core that somebody else takes for a moment makes every trainer wait; what was measured then tells of that, and not of the strategy.
+If another process takes a core for a moment, every trainer waits. The measurement then shows that, not the
+strategy.
 """
 
 from __future__ import annotations
@@ -23,33 +24,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SENTINEL_LIMIT = 0.02
-"""By which the fixed ring may have moved from before to after what was measured."""
+"""Largest relative change of the fixed ring's time from before to after a measurement."""
 _SHORT_S = 1.0
-"""The kernel counts time in ticks of 10 ms: what is shorter is judged with the sentinels around it, or as if it took so long."""
+"""Shortest measurement in seconds that is judged by itself, because the kernel counts time in ticks of 10 ms.
+
+Shorter ones are judged together with the sentinels around them, or as if they took this long.
+"""
 TRIES = 3
-"""So often is something timed at most."""
+"""Largest number of tries of a measurement."""
 BUSY = "FLEETBENCH_BUSY"
-"""``accept``: do not look at what else the machine does, on one that is never quiet."""
+"""Environment variable: ``accept`` ignores other work of the machine, for one that is never quiet."""
 Counters = Mapping[str, Mapping[str, int]]
-"""By namespace and name."""
+"""Values by namespace and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The machine's clocks and counters at one moment. Times in seconds since some fixed one."""
+    """The machine's clocks and counters at one time. Times are in seconds since some fixed time."""
 
     at_s: float
     user_s: float
-    """Of all processes, nice ones included."""
+    """User time of all processes, including nice ones."""
     own_user_s: float
-    """Of this process, those that it has started, and others that are its own."""
+    """User time of this process, its descendants, and other processes that belong to it."""
     stolen_s: float
     counters: Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What happened between two readings."""
+    """Other work of the machine between two readings."""
 
     seconds: float
     foreign_cores: float
@@ -59,20 +63,24 @@ class Noise:
     retransmits: int
     timeouts: int
     reorders: int
-    """Times the kernel found segments out of order (SACK, timestamps or Reno)."""
+    """Number of times that the kernel found segments out of order (SACK, timestamps or Reno)."""
     per_host: dict[str, dict[str, int]]
-    """The counters of every namespace."""
+    """Counters of every namespace."""
 
 
 def read(counters: Counters, mark: str | None = None) -> Reading:
-    """A reading of this moment; ``counters``: of the namespaces. ``mark``: the beginning of a variable of more processes of ours."""
+    """Return a reading of now.
+
+    ``counters``: those of the namespaces. ``mark``: prefix of an environment variable that marks more
+    processes as ours.
+    """
     all_cores = psutil.cpu_times()
     user_s, stolen_s = all_cores.user + all_cores.nice, getattr(all_cores, "steal", 0.0)
     return Reading(at_s=time.monotonic(), user_s=user_s, own_user_s=_own_user_s(mark), stolen_s=stolen_s, counters=counters)
 
 
 def between(before: Reading, after: Reading) -> Noise:
-    """What happened from one reading to the next."""
+    """Return the noise from one reading to the next."""
     seconds = after.at_s - before.at_s
     foreign = (after.user_s - before.user_s) - (after.own_user_s - before.own_user_s)
     per_host = {
@@ -88,7 +96,7 @@ def between(before: Reading, after: Reading) -> Noise:
 
 
 def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) -> list[str]:
-    """Reasons not to trust what was measured; none where it can be trusted."""
+    """Return reasons not to trust a measurement; an empty list if there are none."""
     reasons = []
     if noise.timeouts:
         reasons.append(f"{noise.timeouts} TCP timeouts")
@@ -100,7 +108,10 @@ def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) ->
 
 
 def _own_user_s(mark: str | None) -> float:
-    """User time of this process, its descendants and what has ``mark``; of those that have ended, as far as somebody waited for them."""
+    """Return the user time of this process, its descendants and processes with ``mark``.
+
+    Ended processes count if their parent has waited for them.
+    """
     me = psutil.Process()
     own = {process.pid: process for process in (me, *me.children(recursive=True))}
     total = 0.0
@@ -116,23 +127,23 @@ def _own_user_s(mark: str | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """What happened around one measurement."""
+    """The noise and the sentinels around one measurement."""
 
     sentinel_before_s: float
     sentinel_after_s: float
     noise: Noise
     void: list[str]
-    """Reasons why it does not count; none where it does."""
+    """Reasons why the measurement does not count; empty if it does."""
 
     @property
     def moved(self) -> float:
-        """By which share the sentinel took longer afterwards."""
+        """Relative change of the sentinel's time after the measurement."""
         return self.sentinel_after_s / self.sentinel_before_s - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Generic[T]):
-    """The last of the measurements, which counts unless it is void as well, and the blocks of all."""
+    """The last measurement, which counts unless it is void, and the blocks of all tries."""
 
     value: T
     blocks: tuple[Block, ...]
@@ -144,12 +155,12 @@ class Trial(Generic[T]):
 
     @property
     def num_void(self) -> int:
-        """How many measurements do not count."""
+        """Number of measurements that do not count."""
         return sum(bool(block.void) for block in self.blocks)
 
 
 def quietly(testbed: Testbed, measure: Callable[[], T], tries: int = TRIES) -> Trial[T]:
-    """Measure between two sentinels, until a measurement counts, or so often."""
+    """Measure between two sentinels, until a measurement counts or ``tries`` are used up."""
     blocks: list[Block] = []
     while True:
         outer = testbed.read()
@@ -166,17 +177,18 @@ def quietly(testbed: Testbed, measure: Callable[[], T], tries: int = TRIES) -> T
 
 
 class Load:
-    """What others computed in the meantime; known after the ``with`` of ``watching``."""
+    """Cores that other processes used; known after the ``with`` of ``watching``."""
 
     cores: float | None = None
-    """Mean number of cores; none where it was not measured, or the system does not say."""
+    """Mean number of cores; ``None`` if it was not measured, or the system does not report it."""
 
 
 @contextmanager
 def watching(mark: str | None = None) -> Iterator[Load]:
-    """Look at the machine until the end of the ``with``. Processes that this one has started are not foreign.
+    """Watch the machine until the end of the ``with``. Processes that this one has started are not foreign.
 
-    Nor are those with a variable that begins with ``mark``: a batch system starts a command's trainers itself.
+    Processes with a variable that begins with ``mark`` are not foreign either: a batch system starts a
+    command's trainers itself.
     """
     load = Load()
     if os.environ.get(BUSY) == "accept" or not Path("/proc/stat").exists():
@@ -189,7 +201,10 @@ def watching(mark: str | None = None) -> Iterator[Load]:
 
 
 def quietest(measure: Callable[[], T], load_of: Callable[[T], float | None], tries: int = TRIES) -> T:
-    """Measure, again where the machine was busy: the quietest of up to so many. ``load_of``: foreign cores during one of them."""
+    """Measure, and repeat while the machine was busy; return the quietest of at most ``tries``.
+
+    ``load_of``: returns the foreign cores during a measurement.
+    """
     best = measure()
     for _ in range(tries - 1):
         if not is_busy(load_of(best)):

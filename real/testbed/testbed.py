@@ -1,8 +1,8 @@
-"""Testbed: a cluster's network, built on this machine, verified, and watched while something is measured on it.
+"""Testbed: a cluster's network, built on this machine, verified, and watched during measurements.
 
-To verify is to measure what every wire carries, each way, by a plain TCP transfer between its two ends: all at once, first upwards,
-then downwards, which is also what a collective asks of the machine. Where one is off they are measured again, because something
-else may have run.
+Verification measures the payload rate of every wire in each direction by a plain TCP transfer between its two
+ends. All wires are measured at once, first upwards, then downwards, as a collective uses them. If one is off,
+all are measured again, because something else may have run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from real.testbed.traffic import Flow
 T = TypeVar("T")
 TOLERANCE = 0.03
 LATENCY_TOLERANCE, LATENCY_TOLERANCE_S = 0.02, 0.0003
-"""Of a round trip: a part of it, and seconds in which processors wake up."""
+"""Tolerances of a round trip: a share of it, and the seconds in which processors wake up."""
 ROUND_TRIPS = 20
 SKIP_S = 0.5
 SECONDS = 1.0
 _AGAIN = 2
-"""Where a wire is off, all are measured so often again before it is believed."""
+"""Number of repeats if a wire is off."""
 _SENTINEL_ROUND_S = 0.1
 _SENTINEL_ROUNDS = 9
 _OWN_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -42,19 +42,19 @@ _OWN_VARIABLE = "GLOO_SOCKET_IFNAME"
 class Testbed:
     """The hosts and links of one cluster, on this machine.
 
-    A context manager. States: new; open, with everything built, inside the ``with``; gone, after it,
-    and just as well when this process dies. Raises ``ConfigError`` for a cluster without links,
-    ``EnvironmentLacks`` where the machine has no namespaces for us.
+    It is a context manager. States: new; open, with everything built, inside the ``with``; gone after it, and
+    also when this process dies. Raises ``ConfigError`` for a cluster without links, and ``EnvironmentLacks``
+    if the machine does not allow namespaces.
     """
 
     environment: ClassVar = {_OWN_VARIABLE: INTERFACE}
-    """What the workers' environment must say."""
+    """Environment variables that workers need."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.topology = topology_of(cluster)
         self.links: list[LinkRate] = []
         self.round_trips: list[dict[str, Any]] = []
-        """What ``verify`` has found."""
+        """Results of ``verify``."""
         self._cluster = cluster
         self._network: Network | None = None
         self._refused: list[dict[str, str]] = []
@@ -82,7 +82,7 @@ class Testbed:
         self._refused = _gathered(entries)
 
     def close(self) -> None:
-        """Take everything down."""
+        """Remove everything."""
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()
@@ -92,7 +92,7 @@ class Testbed:
             self._network = None
 
     def _delay(self, delays: Mapping[str, Mapping[str, int]]) -> list[dict[str, str]]:
-        """Start the relay that delays packets; what the kernel refused of it."""
+        """Start the relay that delays packets; return notes on what the kernel refused."""
         try:
             self._relay = latency_relay.start(self._built.inside, INTERFACE, delays)
         except OSError as error:
@@ -111,28 +111,35 @@ class Testbed:
         return self._network
 
     def command(self, program: Sequence[str], hosts: Sequence[str] | None = None) -> list[str]:
-        """A command that enters the host of its RANK and becomes ``program``; where ``hosts`` is one alone, that one.
+        """Return a command that enters the host of its RANK and becomes ``program``.
 
-        ``hosts`` by rank; by default the trainers are where the cluster places them.
+        ``hosts`` are by rank; a single one is for all ranks. By default, trainers are where the cluster
+        places them.
         """
         if hosts is None:
             hosts = [self.topology.host_of(rank) for rank in range(self._cluster.trainers)]
         return self._built.command(hosts, program)
 
     def run(self, measure: Callable[[], T]) -> T:
-        """Measure, again where the machine was not quiet; ``summary`` and ``record`` tell of the last time."""
+        """Measure, and repeat if the machine was not quiet.
+
+        ``summary`` and ``record`` describe the last measurement.
+        """
         self._trial = trial = noise.quietly(self, measure)
         return trial.value
 
     def verify(self) -> list[LinkRate]:
-        """Measure every link each way and keep the findings. Raises ``EnvironmentLacks`` for one that is off."""
+        """Measure every link in each direction and keep the results.
+
+        Raises ``EnvironmentLacks`` for one that is off.
+        """
         self.links = verify(self.topology, self.rates)
         if self._relay is not None:
             self.round_trips = self._latency_as_declared(self._relay)
         return self.links
 
     def _latency_as_declared(self, relay: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-        """Let the relay hold packets less by what the machine itself takes, and look; again at most ``_AGAIN`` times."""
+        """Shorten the relay's delays by this machine's own latency, and check up to 1 + ``_AGAIN`` times."""
         measure = functools.partial(traffic.round_trips, self._built.inside)
         assert relay.stdin is not None
         trips = round_trips(self.topology, measure)
@@ -148,17 +155,21 @@ class Testbed:
         raise AssertionError("the last look returns or raises")
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
-        """Payload in bit/s of TCP flows that run at once."""
-        slow_start_s = 20e-9 * max(wire.latency_ns for wire in self.topology.wires)  # ten round trips: a thousand times TCP's first window
+        """Return the payload in bit/s of TCP flows that run at once."""
+        # ten round trips: a thousand times TCP's first window
+        slow_start_s = 20e-9 * max(wire.latency_ns for wire in self.topology.wires)
         skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps)) + slow_start_s
         return traffic.rates(self._built.inside, flows, skip_s=skip_s, seconds=SECONDS, bounded=self._relay is None)
 
     def apply(self, steps: Sequence[link_shaping.Step]) -> list[dict[str, str]]:
-        """Carry out steps; the optional ones that were refused. Raises ``EnvironmentLacks`` for one that is not optional."""
+        """Run steps, and return the optional ones that were refused.
+
+        Raises ``EnvironmentLacks`` if any other step is refused.
+        """
         return self._built.apply(steps)
 
     def sentinel(self) -> float:
-        """Seconds of a fixed ring over all hosts, about a tenth: the median of nine."""
+        """Return the seconds of a fixed ring over all hosts, about a tenth: the median of nine."""
         hosts = self.topology.hosts
         nbytes = _SENTINEL_ROUND_S / wire_s(1_000_000, len(hosts), self.topology.slowest_bps) * 1_000_000
         places = [(host, self.topology.address(host)) for host in hosts]
@@ -166,22 +177,25 @@ class Testbed:
         return statistics.median(times)
 
     def read(self) -> noise.Reading:
-        """The machine's load and the hosts' TCP counters now. Raises ``EnvironmentLacks`` where packets are held for good."""
+        """Return the machine's load and the hosts' TCP counters now.
+
+        Raises ``EnvironmentLacks`` if the relay has ended, so packets no longer arrive.
+        """
         if self._relay is not None and (code := self._relay.poll()) is not None:
-            hint = "its reason stands on stderr; is memory short?"
+            hint = "stderr shows the reason; is memory short?"
             raise EnvironmentLacks("the process that delays packets has ended", "testbed relay", f"exit code {code}", hint)
         return noise.read(self._built.counters())
 
     def skipped(self) -> list[dict[str, str]]:
-        """Entries of ``skipped``: what the cluster declares and is not there, and why the last measurement does not count, if so."""
+        """Return entries of ``skipped``: missing features, and why the last measurement is void."""
         entries = unrealised(self._cluster, latency=self._delays)
         if self._trial is not None and not self._trial.counts:
             tries = len(self._trial.blocks)
-            entries.append(skip("testbed.quiet", f"measured {tries} times, and void each time: {'; '.join(self._trial.blocks[-1].void)}"))
+            entries.append(skip("testbed.quiet", f"measured {tries} times, void each time: {'; '.join(self._trial.blocks[-1].void)}"))
         return entries
 
     def summary(self) -> dict[str, Any] | None:
-        """The short record of the last measurement, for ``summary.json``."""
+        """Return the short record of the last measurement, for ``summary.json``."""
         if self._trial is None:
             return None
         block = self._trial.blocks[-1]
@@ -196,7 +210,7 @@ class Testbed:
         }
 
     def record(self) -> dict[str, Any]:
-        """What was built, how it was verified, and every try of the last measurement, for ``testbed.json``."""
+        """Return settings, verification and all tries of the last measurement, for ``testbed.json``."""
         return {
             "schema": 1,
             "shaping": {
@@ -215,7 +229,7 @@ class Testbed:
 
 
 def _gathered(refused: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """One entry a reason, however many namespaces met it."""
+    """Return one entry per reason, with all namespaces that it applies to."""
     found: dict[tuple[str, str], list[str]] = {}
     for entry in refused:
         found.setdefault((entry["what"], entry["why"]), []).append(entry["namespace"])
@@ -223,9 +237,10 @@ def _gathered(refused: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def testbed_of(experiment: Experiment) -> Testbed | None:
-    """The testbed that the experiment's launcher asks for; none for every other launcher, and for one host, which has no link.
+    """Return the testbed that the experiment's launcher asks for.
 
-    Raises ``ConfigError`` for what no testbed can be built from.
+    Returns ``None`` for every other launcher, and for one host, which has no link. Raises ``ConfigError`` if
+    no testbed can be built from the experiment.
     """
     run = experiment.run
     if run.launcher != "testbed":
@@ -234,17 +249,17 @@ def testbed_of(experiment: Experiment) -> Testbed | None:
         raise ConfigError("the testbed's links carry gloo", "run.backend", repr(run.backend), 'set run.backend = "gloo"')
     if _OWN_VARIABLE in run.environment:
         where, value = f"run.environment.{_OWN_VARIABLE}", run.environment[_OWN_VARIABLE]
-        raise ConfigError("is the testbed's to set: every host has one interface", where, repr(value), "leave it out")
+        raise ConfigError("is set by the testbed: every host has one interface", where, repr(value), "leave it out")
     return Testbed(experiment.cluster) if num_hosts(experiment.cluster) > 1 else None
 
 
 Direction = Literal["up", "down"]
 Measure = Callable[[Sequence[Flow]], Sequence[float]]
-"""Payload in bit/s of flows that run at once."""
+"""Returns the payload in bit/s of flows that run at once."""
 
 
 class LinkOff(EnvironmentLacks):
-    """A link does not carry what was declared."""
+    """A link differs from its declaration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,21 +267,24 @@ class LinkRate:
     """One direction of a wire, as declared and as measured."""
 
     link: str
-    """The wire's lower end: a host, or a rack's switch."""
+    """Lower end of the wire: a host, or a rack's switch."""
     direction: Direction
-    """``up``: from the host towards the others."""
+    """Direction: ``up`` is from the host towards the others."""
     declared_bps: int
-    """Of Ethernet frames."""
+    """Declared rate of Ethernet frames in bit/s."""
     expected_payload_bps: int
-    """Of the declared rate."""
+    """Payload in bit/s that the declared rate carries."""
     measured_payload_bps: int
-    """Of TCP."""
+    """Payload of TCP in bit/s."""
     error: float
-    """Measured over expected, minus one."""
+    """Measured over expected payload, minus one."""
 
 
 def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
-    """Every wire each way. Raises ``LinkOff`` for the one that is furthest off, with its declared and measured rate."""
+    """Check every wire in each direction.
+
+    Raises ``LinkOff`` for the one that is furthest off, with its declared and measured rate.
+    """
     found = []
     for direction in ("up", "down"):
         for _ in range(1 + _AGAIN):
@@ -276,7 +294,7 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
                 break
         else:
             raise LinkOff(
-                f"the link of {worst.link} is not as declared: {direction}wards, {format_bandwidth(worst.declared_bps)} carry "
+                f"the link of {worst.link} differs from its declaration: {direction}wards, {format_bandwidth(worst.declared_bps)} carry "
                 f"{_spell(worst.expected_payload_bps)} of payload, and it is off by {100 * worst.error:+.1f} % "
                 f"(at most {100 * TOLERANCE:.0f} %)",
                 f"testbed link {worst.link}, {direction}",
@@ -289,9 +307,10 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
 
 
 def round_trips(topology: Topology, measure: Callable[[Flow, int], Sequence[float]]) -> list[dict[str, Any]]:
-    """A byte from each host to the next and back, one after the other.
+    """Send a byte from each host to the next and back, one host after the other.
 
-    ``measure``: seconds of so many round trips. Returned are hosts, ``declared_s``, twice the latency, and ``measured_s``, the median.
+    ``measure``: returns the seconds of a number of round trips. The result has hosts, ``declared_s``, twice
+    the latency, and ``measured_s``, the median.
     """
     found = []
     for source, target in zip(topology.hosts, (*topology.hosts[1:], topology.hosts[0]), strict=True):
@@ -303,28 +322,28 @@ def round_trips(topology: Topology, measure: Callable[[Flow, int], Sequence[floa
 
 
 def own_latency_ns(trips: Sequence[Mapping[str, Any]]) -> int:
-    """What a message takes beside its latency: this machine's processors have to wake up."""
+    """Return the ns that a message takes besides its latency: this machine's processors have to wake up."""
     excess_s: list[float] = [trip["measured_s"] - trip["declared_s"] for trip in trips]
     return round(5e8 * statistics.median(excess_s))
 
 
 def verify_latency(trips: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The round trips again. Raises ``LinkOff`` for the first link that is off."""
+    """Return the round trips. Raises ``LinkOff`` for the first link that is off."""
     for trip in trips:
         declared_s, measured_s = trip["declared_s"], trip["measured_s"]
         if abs(measured_s - declared_s) > LATENCY_TOLERANCE * declared_s + LATENCY_TOLERANCE_S:
             raise LinkOff(
-                f"the latency between {trip['source']} and {trip['target']} is not as declared: there and back takes "
-                f"{1e3 * declared_s:.4g} ms by it",
+                f"the latency between {trip['source']} and {trip['target']} differs from its declaration: the declared round trip is "
+                f"{1e3 * declared_s:.4g} ms",
                 f"testbed link {trip['source']}, {trip['target']}",
                 f"{1e3 * measured_s:.4g} ms",
-                "is something else running? a packet that is held needs a processor when it is due",
+                "is something else running? a delayed packet needs a processor when it is due",
             )
     return trips
 
 
 def _measured(topology: Topology, direction: Direction, measure: Measure) -> list[LinkRate]:
-    """What the wires carry, all at once."""
+    """Measure the rates of all wires at once."""
     ends = [(wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower) for wire in topology.wires]
     found = []
     for wire, measured in zip(topology.wires, measure([(*end, topology.address(end[1])) for end in ends]), strict=True):

@@ -1,8 +1,8 @@
-"""Topology: the hosts and wires that a cluster becomes on one machine. No system call here.
+"""Topology: the hosts and wires that represent a cluster on one machine. It makes no system call.
 
-Every host is a network namespace with one interface, ``eth0``. A switch is a namespace with a
-bridge that has an address of its own, so that the rate of each single wire can be measured between
-its two ends. A wire is a pair of virtual Ethernet devices, shaped at both ends.
+Every host is a network namespace with one interface, ``eth0``. A switch is a namespace with a bridge that has
+its own address, so that the rate of each single wire can be measured between its two ends. A wire is a pair
+of virtual Ethernet devices, shaped at both ends.
 """
 
 from dataclasses import dataclass
@@ -13,27 +13,28 @@ from fleetbench.framing import DEFAULT_MTU, payload_share
 from fleetbench.result import skip
 
 INTERFACE = "eth0"
-"""Name of a host's one interface."""
+"""Name of a host's only interface."""
 SERVER_PORT = 6170
-"""Where a parameter server listens on its host: below the ports that a kernel hands out, and no host has two servers."""
+"""Port of a parameter server on its host, below the ports that a kernel assigns. No host has two servers."""
 PAYLOAD_SHARE = float(payload_share("tcp"))
-"""Payload of a full TCP segment (with timestamps) over its Ethernet frame without preamble and checksum, which is what is shaped."""
+"""Ratio of a full TCP segment's payload (with timestamps) to the shaped size: its frame without preamble and
+checksum."""
 LEAST_LATENCY_NS = 300_000
-"""The least latency that is built."""
+"""Smallest latency in ns that is built."""
 _SUBNET = "10.77"
 _SWITCH_NET = 250
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A link each way: from ``lower`` (a host, or a rack's switch) up to ``upper`` (a switch), and down again."""
+    """A link in both directions, between ``lower`` (a host or a rack's switch) and ``upper`` (a switch)."""
 
     lower: str
     upper: str
     rate_bps: int
-    """Of Ethernet frames, each way."""
+    """Rate of Ethernet frames in bit/s, in each direction."""
     latency_ns: int = 0
-    """Of a message from host to host."""
+    """Latency in ns of a message from host to host."""
 
     @property
     def port(self) -> str:
@@ -48,7 +49,10 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Hosts, switches and the wires between them. Hosts are the nodes in their order, then parameter servers on hosts of their own."""
+    """Hosts, switches and the wires between them.
+
+    Hosts are the nodes in their order, then parameter servers on hosts of their own.
+    """
 
     num_hosts: int
     switches: tuple[str, ...]
@@ -63,7 +67,7 @@ class Topology:
         return tuple(f"host{number}" for number in range(self.num_hosts))
 
     def host_of(self, rank: int) -> str:
-        """The host of a trainer."""
+        """Return the host of a trainer."""
         return f"host{rank // self.trainers_per_node}"
 
     @property
@@ -72,24 +76,27 @@ class Topology:
         return tuple(f"{self.address(host)}:{SERVER_PORT}" for host in self.server_hosts)
 
     def address(self, name: str) -> str:
-        """The IPv4 address of a host or switch; they are of one subnet of 16 bits."""
+        """Return the IPv4 address of a host or switch; all are in one subnet of 16 bits."""
         if name in self.switches:
             return f"{_SUBNET}.{_SWITCH_NET}.{self.switches.index(name) + 1}"
         number = int(name.removeprefix("host")) + 1
         return f"{_SUBNET}.{number // 256}.{number % 256}"
 
     def hardware_address(self, name: str) -> str:
-        """The Ethernet address of a host or switch."""
+        """Return the Ethernet address of a host or switch."""
         high, low = (int(part) for part in self.address(name).split(".")[2:])
         return f"02:66:00:00:{high:02x}:{low:02x}"
 
     def latency_ns(self, source: str, target: str) -> int:
-        """Of a message: that of the later of both links; none where it is below what this machine takes anyway."""
+        """Return a message's latency in ns: the larger of both links', or 0 if it is too small to build."""
         declared = max((wire.latency_ns for wire in self.wires if wire.lower in {source, target}), default=0)
         return declared if declared >= LEAST_LATENCY_NS else 0
 
     def delays(self) -> dict[str, dict[str, int]]:
-        """Nanoseconds that a relay holds a packet, by host and Ethernet address of the receiver; empty where no link has a latency."""
+        """Return the ns for which a relay holds a packet, by host and by the receiver's Ethernet address.
+
+        The result is empty if no link has a latency.
+        """
         names = (*self.hosts, *self.switches)
         found = {
             host: {self.hardware_address(other): self.latency_ns(host, other) for other in names if other != host} for host in self.hosts
@@ -98,12 +105,18 @@ class Topology:
 
     @property
     def slowest_bps(self) -> int:
-        """The rate of the slowest wire: that of a ring through all hosts, which crosses each wire once each way."""
+        """Rate of the slowest wire in bit/s.
+
+        A ring through all hosts has this rate: it uses each wire once each way.
+        """
         return min(wire.rate_bps for wire in self.wires)
 
 
 def topology_of(cluster: Cluster) -> Topology:
-    """The topology that a cluster declares. Raises ``ConfigError`` where it declares no link to build, or more than a link."""
+    """Return the topology that a cluster declares.
+
+    Raises ``ConfigError`` if the cluster declares no link to build, or a feature that is not a link's.
+    """
     _refuse_what_no_link_does(cluster)
     count = num_hosts(cluster)
     if count >= _SWITCH_NET * 256:
@@ -134,29 +147,36 @@ def topology_of(cluster: Cluster) -> Topology:
 
 
 def num_hosts(cluster: Cluster) -> int:
-    """Nodes, and parameter servers on hosts of their own."""
+    """Return the number of nodes, and of parameter servers on hosts of their own."""
     return cluster.nodes + (cluster.servers if cluster.server_placement == "own" else 0)
 
 
 def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
-    """Entries of ``skipped``: what the cluster declares and the testbed cannot build. ``latency``: this kernel has what delays packets."""
+    """Return entries of ``skipped`` for declared features that the testbed cannot build.
+
+    ``latency``: whether this kernel can delay packets.
+    """
     skipped = []
     links = {"cluster.inter.latency": cluster.inter} | {
         f"cluster.node_overrides[{index}].inter.latency": override.inter for index, override in enumerate(cluster.node_overrides)
     }
     for name, link in links.items():
         if link is not None and link.latency and not (latency and link.latency >= LEAST_LATENCY_NS):
-            why = "this kernel refuses what delays packets (/dev/net/tun)" if not latency else "a latency below 300 us is not built"
-            skipped.append(skip(name, f"{why}: only the machine's own is there"))
+            why = (
+                "this kernel refuses the device that delays packets (/dev/net/tun)"
+                if not latency
+                else "a latency below 300 us is not built"
+            )
+            skipped.append(skip(name, f"{why}: only the machine's own latency remains"))
         declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit}
         built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,)}
         skipped += [
-            skip(name.replace("latency", field), "links of the testbed carry TCP in packets of 1500 bytes, with no limit of a connection")
+            skip(name.replace("latency", field), "links of the testbed carry TCP in packets of 1500 bytes, with no limit per connection")
             for field, value in declared.items()
             if value not in built[field]
         ]
     if cluster.intra is not None:
-        skipped.append(skip("cluster.intra", "trainers of a node speak through this machine's memory"))
+        skipped.append(skip("cluster.intra", "trainers of a node communicate through this machine's memory"))
     if cluster.nics_per_node > 1:
         skipped.append(skip("cluster.nics_per_node", "a host of the testbed has one interface"))
     if cluster.cores_per_node != Cluster().cores_per_node:
@@ -165,12 +185,12 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
 
 
 def _refuse_what_no_link_does(cluster: Cluster) -> None:
-    """Raise ``ConfigError`` for an override that is not one of a link between nodes."""
+    """Raise ``ConfigError`` for an override that does not concern a link between nodes."""
     cluster.require_even("the real executor starts as many trainers on every node")
     for index, override in enumerate(cluster.node_overrides):
         if override.intra is not None:
             raise ConfigError(
-                "trainers of a node speak through this machine's memory",
+                "trainers of a node communicate through this machine's memory",
                 f"cluster.node_overrides[{index}].intra",
                 f"{override.intra.bandwidth} bit/s",
                 "drop it, or simulate the experiment",
@@ -185,7 +205,7 @@ def _refuse_what_no_link_does(cluster: Cluster) -> None:
 
 
 def _link(cluster: Cluster, node: int) -> Link:
-    """A node's link: the last override that has one for it, or else the cluster's."""
+    """Return a node's link: that of the last override that has one, or else the cluster's."""
     found = [override.inter for override in cluster.node_overrides if node in override.nodes and override.inter is not None]
     return _declared(found[-1] if found else cluster.inter)
 
@@ -199,10 +219,11 @@ def _declared(link: Link | None) -> Link:
 
 
 def _wire(host: str, switch: str, link: Link) -> Wire:
-    rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth  # shaped is what is on the wire
+    # the shaped rate is that on the wire
+    rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth
     return Wire(lower=host, upper=switch, rate_bps=rate_bps, latency_ns=link.latency)
 
 
 def wire_s(nbytes: float, hosts: int, rate_bps: float) -> float:
-    """Seconds that a ring all-reduce's bytes need on each link of ``rate_bps``, headers included."""
+    """Return the seconds of a ring all-reduce's bytes on each link of ``rate_bps``, headers included."""
     return 2 * (hosts - 1) / hosts * 8 * nbytes / (rate_bps * PAYLOAD_SHARE)

@@ -1,6 +1,6 @@
-"""Traffic over plain TCP between namespaces: what links carry, and a fixed probe of links and machine.
+"""Traffic over plain TCP between namespaces: rates of links, and a fixed probe of links and machine.
 
-A socket belongs to the namespace in which it was made, so one process holds both ends.
+A socket belongs to the namespace in which it was created, so one process holds both ends.
 """
 
 import socket
@@ -16,12 +16,15 @@ Flow = tuple[str, str, str]
 _CHUNK = 1 << 16
 _RECEIVE_BYTES = 1 << 18
 _SEND_BUFFER = 1 << 18
-"""Bounds what waits in the shaper's queue, so that a transfer is over when its sender is."""
+"""Limits what waits in the shaper's queue, so that a transfer ends when its sender does."""
 _PATIENCE_S = 10.0
 
 
 def _connect(stack: ExitStack, inside: Inside, flow: Flow, *, bounded: bool = True) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection; ``stack`` closes them. Not ``bounded``: the kernel may have in flight what a long link needs."""
+    """Return both ends of a connection; ``stack`` closes them.
+
+    If it is not ``bounded``, the kernel may have as much in flight as a long link needs.
+    """
     source, target, address = flow
     with inside(target):
         listener = socket.create_server((address, 0))
@@ -40,7 +43,7 @@ def _connect(stack: ExitStack, inside: Inside, flow: Flow, *, bounded: bool = Tr
 
 
 def rates(inside: Inside, flows: Sequence[Flow], *, skip_s: float, seconds: float, bounded: bool = True) -> list[float]:
-    """Payload in bit/s of flows (source, target, address of target) that all run at once, after ``skip_s``."""
+    """Return the payload in bit/s of flows that all run at once, measured after ``skip_s``."""
     with ExitStack() as stack, ThreadPoolExecutor(2 * len(flows)) as pool:
         ends = [_connect(stack, inside, flow, bounded=bounded) for flow in flows]
         begin = time.monotonic() + skip_s
@@ -56,12 +59,12 @@ def _send(sender: socket.socket, end: float) -> None:
         while time.monotonic() < end:
             sender.sendall(data)
         sender.shutdown(socket.SHUT_WR)
-    except OSError:  # a link that carries nothing is found by its rate
+    except OSError:  # a link that carries nothing has a rate of 0
         return
 
 
 def _receive(receiver: socket.socket, begin: float) -> float:
-    """Rate between the first arrival after ``begin`` and the last of all."""
+    """Return the rate between the first arrival after ``begin`` and the last arrival."""
     buffer = bytearray(_RECEIVE_BYTES)
     first = last = 0.0
     total = 0
@@ -78,7 +81,7 @@ def _receive(receiver: socket.socket, begin: float) -> float:
 
 
 def round_trips(inside: Inside, flow: Flow, times: int) -> list[float]:
-    """Seconds in which a byte is there and back, one after the other."""
+    """Return the seconds of round trips of a byte, one after the other."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         here, there = _connect(stack, inside, flow)
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -94,9 +97,10 @@ def round_trips(inside: Inside, flow: Flow, times: int) -> list[float]:
 
 
 def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, chunk_bytes: int, rounds: int) -> list[float]:
-    """Seconds of each round of a ring over hosts (name, address): one round is one all-reduce's bytes, without its sums.
+    """Return the seconds of each round of a ring over hosts (name, address).
 
-    In each of 2(P - 1) steps every host sends a chunk to the next one, and begins a step when it has the chunk of the step before.
+    A round carries one all-reduce's bytes, without its sums. In each of 2(P - 1) steps every host sends a
+    chunk to the next one. It begins a step when it has the chunk of the step before.
     """
     size, num_steps = len(hosts), 2 * (len(hosts) - 1)
     data = bytes(chunk_bytes)

@@ -1,8 +1,8 @@
-"""Train: an experiment's own workload, under any launcher that ``fleet.init`` understands, or alone.
+"""Train: an experiment's own workload, under any launcher that ``fleet.init`` supports, or as one process.
 
-``python -m real.workloads.train EXPERIMENT.toml [KEY=VALUE ...]`` trains one leg, that of ``fleetbench real``: with warm-up, injected
-stragglers, emulated compute and evaluation as the file says. Where a driver orders legs, as a ``Session`` and a tuning of a command do, it
-trains these.
+``python -m real.workloads.train EXPERIMENT.toml [KEY=VALUE ...]`` trains one leg, as ``fleetbench real``
+does: with warm-up, injected stragglers, emulated compute and evaluation as the file says. If a driver orders
+legs, as a ``Session`` or the tuning of a command does, it trains these.
 """
 
 import dataclasses
@@ -39,12 +39,15 @@ LOG_EVERY = 20
 
 
 def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]:
-    """Train the experiment; rank 0 prints the training log. This rank's part of the leg, as plain data; nothing where a driver orders legs.
+    """Train the experiment, and return this rank's part of the leg as plain data.
 
-    ``keep_times``: with every step, which a training of weeks would not want. Raises ``ConfigError`` for what nobody can train.
+    Rank 0 prints the training log. The result is empty if a driver orders legs. ``keep_times``: keep the
+    times of every step, which are too many in a training of weeks. Raises ``ConfigError`` for an experiment
+    that cannot be trained.
     """
     run = experiment.run
-    timeout_s, startup_timeout_s = run.timeout * 1e-9, run.startup_timeout * 1e-9  # legs have strategies of their own
+    # legs have strategies of their own
+    timeout_s, startup_timeout_s = run.timeout * 1e-9, run.startup_timeout * 1e-9
     job = Collective(DistributedStrategy(), timeout_s, startup_timeout_s=startup_timeout_s, backend=run.backend, device=run.device)
     session = None if job.driven is None else job.driven.folder.path
     if session is None or not (session / EXPERIMENT).is_file():
@@ -55,7 +58,8 @@ def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]
         print(overview(experiment.strategy, job.environment()), file=sys.stderr)  # noqa: T201  # as fleet.init does
     with temporary_folder() if session is None else nullcontext(session / "data") as data:
         if session is None and not is_emulated(experiment):
-            prepare(experiment.workload, run.seed, data)  # each trainer for itself: nodes share no disk that we know of
+            # each trainer by itself, because nodes may not share a disk
+            prepare(experiment.workload, run.seed, data)
         emulates, meets = is_emulated(experiment), job.communicators
         with closing(EmulatedTraining(experiment, meets) if emulates else ComputedTraining(experiment, data, meets)) as training:
             if job.driven is None:
@@ -67,7 +71,10 @@ def train(experiment: Experiment, *, keep_times: bool = False) -> dict[str, Any]
 
 
 def _refuse(experiment: Experiment) -> None:
-    """Raise ``ConfigError`` for what no script trains; the driver of a ``Session`` has looked before."""
+    """Raise ``ConfigError`` for an experiment that no script trains.
+
+    The driver of a ``Session`` has checked its experiment before.
+    """
     workload, strategy = experiment.workload, experiment.strategy
     if workload.model == LAYERS and not is_emulated(experiment):
         hint = 'set run.device = "emulated", or print the launch of a script of your own: --print FORM EXPERIMENT.toml -- train.py'
@@ -75,7 +82,7 @@ def _refuse(experiment: Experiment) -> None:
     if not is_emulated(experiment):
         check_model(workload)
     if strategy.mode == "ps":
-        what = "an experiment's own workload is trained by collectives alone, and not with parameter servers"
+        what = "an experiment's own workload is trained only by collectives, not with parameter servers"
         hint = "give a script of your own, whose processes are servers and trainers: --print FORM EXPERIMENT.toml -- train.py"
         raise ConfigError(what, "strategy.mode", "'ps'", hint)
     if not strategy.auto:
@@ -83,7 +90,7 @@ def _refuse(experiment: Experiment) -> None:
 
 
 def _as_started(experiment: Experiment, job: Collective) -> Experiment:
-    """The experiment with the trainers that were started, and the recommended strategy where it asks for one."""
+    """Return the experiment with the trainers that were started, and the recommended strategy if it asks."""
     num, cluster = job.trainers, experiment.cluster
     if num != cluster.trainers:
         if job.worker_index() == 0:
@@ -106,14 +113,17 @@ def _model(experiment: Experiment) -> torch.nn.Module:
 
 
 def _train_leg(experiment: Experiment, training: Training, job: Collective) -> dict[str, Any]:
-    """The leg of ``fleetbench real``; evaluated where the file has a target, because each evaluation keeps a copy of the model."""
+    """Train the leg of ``fleetbench real``.
+
+    Evaluate only if the file has a target, because each evaluation keeps a copy of the model.
+    """
     workload, run, is_first = experiment.workload, experiment.run, job.worker_index() == 0
     evaluates = workload.target_loss is not None
     leg = Leg(strategy=experiment.strategy, steps=workload.steps, warmup_steps=run.warmup_steps, start="initial", evaluate=evaluates)
     training.log = TrainingLog(LOG_EVERY) if is_first else None
 
     def begin_step(_step: int) -> None:
-        """A failure is announced with its step."""
+        """Name the step in a failure's announcement."""
         assert isinstance(training.engine, Engine)
         job.use(training.engine)
 
@@ -134,8 +144,8 @@ if __name__ == "__main__":
     try:
         train(Experiment.load(sys.argv[1], sys.argv[2:]))
     except FleetbenchError as error:
-        if os.environ.get(TUNING):  # the driver hears of an uncaught error
+        if os.environ.get(TUNING):  # the driver reports an uncaught error
             raise
-        sys.last_value = error  # what happens at this process's exit is that of a failure
+        sys.last_value = error  # exit handlers treat this as a failure
         _say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -1,8 +1,8 @@
 """Replicas: all trainers' parameters, gradients and optimizers as stacked tensors, and the plan's operations.
 
-The first dimension counts trainers; trainers that never part share one member. The real engine's rules hold:
-a plain all-reduce is a mean, everything else divides by the number of trainers, casts to the wire's type, and
-adds up in that type, one rank after the other.
+The first dimension counts trainers; trainers whose parameters never differ share one member. The rules are
+those of the real engine: a plain all-reduce is a mean. Every other exchange divides by the number of
+trainers, casts to the wire's type, and adds up in that type, one rank after the other.
 """
 
 import math

@@ -1,9 +1,10 @@
 """Virtual trainers of parameter servers: they pull, push and apply in a simulation's or a real job's order.
 
-The clock comes first here: which parameters a gradient is computed from, and in which order servers apply it,
-is what links and stragglers make of it. ``sim.servers`` notes that order and needs nothing of the loss; a
-``ServedReplay`` follows it with real parameters, data and gradients. What a push, a delta or a pull does to
-them is ``fleetbench.workloads.server_updates``, as with real servers.
+The order comes from a simulation or a real job. Links and stragglers decide which parameters a gradient is
+computed from, and in which order servers apply it, so the clock comes first here. ``sim.servers`` records
+that order and needs no losses. A ``ServedReplay`` follows it with real parameters, data and gradients.
+``fleetbench.workloads.server_updates`` defines the effect of a push, a delta or a pull, as it does for real
+servers.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
-"""Trajectory: what virtual trainers have learnt, as the simulator reads it.
+"""Trajectory: the results of virtual trainers as the simulator reads them, and their key.
 
-And the key under which it is known.
-
-What is learnt depends on the updates and their order, and not on the clock: of the cluster only the number of
-trainers and the ranks inside a node of the hierarchy are in the key, and of the strategy only what changes an
-update. So experiments that differ in bandwidths, stragglers or fusion share one trajectory.
+The results depend on the updates and their order, not on the clock. So the key contains only the number of
+trainers and the ranks inside a node of the hierarchy from the cluster, and from the strategy only what
+changes an update. Experiments that differ in bandwidths, stragglers or fusion share one trajectory.
 """
 
 import dataclasses

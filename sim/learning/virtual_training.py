@@ -53,8 +53,19 @@ def train(
     ``at_least``: number of steps that collective training takes in any case. ``look`` is called before each
     trainer's batch, or once before all if they compute at once, and before an evaluation; it may raise.
 
-    Raises ``ConfigError`` for a workload or strategy that virtual trainers do not execute, and where memory
-    does not suffice.
+    Args:
+        experiment: the experiment to train.
+        progress: called with the number of steps done and of all steps.
+        say: called with a message about the memory needed.
+        played: the order of acts with parameter servers, if it is known; otherwise it is simulated first.
+        until: a held-out loss that ends training when it is reached, as ``workload.target_loss`` is. With
+            collectives, the trajectory is then that of an experiment of as many steps as were made.
+        at_least: steps to train in any case, with collectives.
+        look: called before each trainer's batch, or once for all that compute at once, and before an
+            evaluation; it may raise.
+
+    Raises:
+        ConfigError: virtual trainers do not execute the workload or strategy, or memory does not suffice.
     """
     with one_thread(), tempfile.TemporaryDirectory(prefix="fleetbench-learning-") as folder:
         if experiment.strategy.mode == "ps":

@@ -114,7 +114,7 @@ def over_seeds(
 ) -> OverSeeds:
     """Simulate under the experiment's seed and those after it; ``sim.many.pool`` has the other arguments.
 
-    ``learn``: trains each seed's virtual trainers, from initial parameters and data of its own.
+    ``learn``: trains each seed's virtual trainers, from its own initial parameters and data.
 
     Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """

@@ -142,7 +142,8 @@ def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
         return None
     return (
         f"this workload does not notice {key}: at all values the held-out loss is {target:.4g} after {fewest} to {most} steps; "
-        "what is best here says nothing of others. Noisy labels, or trainers whose data differ (workload.unlike_data), are noticed"
+        f"the best value here says nothing about other workloads. {key} matters with noisy labels, "
+        "or where trainers' data differ (workload.unlike_data)"
     )
 
 
@@ -157,10 +158,10 @@ def _value(experiment: Experiment, key: str, text: str) -> Any:
 def _expanded(part: str, text: str) -> list[str]:
     part = part.strip()
     if not part or set(part) == {"."}:
-        raise ConfigError("has a value missing", "--sweep", repr(text), _USAGE)
+        raise ConfigError("lacks a value", "--sweep", repr(text), _USAGE)
     if (bounds := _RANGE.fullmatch(part)) is None:
         return [part]
     first, last = int(bounds[1]), int(bounds[2])
     if not 0 <= last - first < MOST_POINTS:
-        raise ConfigError("is no range of whole numbers", "--sweep", repr(part), _USAGE)
+        raise ConfigError("is not a range of whole numbers", "--sweep", repr(part), _USAGE)
     return [str(number) for number in range(first, last + 1)]

@@ -32,7 +32,7 @@ from sim.run import Engine, simulate
 from sim.scenario import Draws
 
 INFINITE = BitsPerSecond(10**18)
-"""Bits per second that stand for infinitely many: a gigabyte takes 8 ns."""
+"""Bits per second that stand for an infinite bandwidth: a gigabyte takes 8 ns."""
 AS_IT_IS = "as it is"
 
 
@@ -57,7 +57,7 @@ def what_if(
     engine: Engine = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Case, ...]:
-    """Simulate ``experiment`` as it is, and without each thing that slows it; the run as it is comes first.
+    """Simulate ``experiment`` as it is, and without each cause of slowness; the run as it is comes first.
 
     ``progress`` gets the number of runs done and their total. ``engine`` and errors: as in ``simulate``.
     """
@@ -66,7 +66,8 @@ def what_if(
     cases: list[tuple[str, Experiment, tuple[int, ...]]] = [(AS_IT_IS, experiment, ())]
     if experiment.cluster.stragglers:
         cases.append(("without stragglers", without_stragglers(experiment), ()))
-        if slowest is not None and experiment.strategy.mode != "ps":  # the simulation of servers cannot take a rank's delays away
+        # the simulation of servers cannot take a rank's delays away
+        if slowest is not None and experiment.strategy.mode != "ps":
             rank, node = slowest
             cases.append((f"without rank {rank}", experiment, (rank,)))
             spared = tuple(other for other, place in enumerate(experiment.cluster.node_by_rank) if place == node)

@@ -1,4 +1,4 @@
-"""Entrance of the reference engine: a run's trainers on SimPy's clock, decided on by the strategy's own ``on``."""
+"""Entrance of the reference engine: trainers on SimPy's clock, decided on by the strategy's own ``on``."""
 
 from collections.abc import Callable
 
@@ -13,13 +13,14 @@ from sim.scenario import Scenario
 
 
 def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
-    """Run all trainers to their last step; ``step_done`` is told at every end of a step of rank 0 how many it has done.
+    """Run all trainers to their last step.
 
-    Raises ``ConfigError`` for more events than the clock has in minutes.
+    ``step_done`` is called at the end of each step of rank 0 with the number that it has done. Raises
+    ``ConfigError`` for more events than the clock handles in minutes.
     """
     plan = scenario.plan
     events = plan.trainers * len(scenario.steps) * (1 + len(plan.exchange))
-    hint = "fewer steps, trainers or buckets; --engine auto has most of them as arrays"
+    hint = "fewer steps, trainers or buckets; --engine auto simulates most runs as arrays"
     at_most(events, MOST_EVENTS, "events", "workload.steps", hint)
     clock = Clock()
     computing = Computing(scenario.table.collective_contention)
@@ -40,7 +41,8 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         plan=plan,
         begin_ns=min(record.start_ns for record in records if record.step >= 1),
         end_ns=max(record.end_ns for record in records),
-        step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},  # the last one stays
+        # the last one stays
+        step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},
         table=steps_table(records),
         spans=() if spans is None else tuple(spans.kept),
         no_spans=too_many(f"{spans.num:,}", wanted.most_spans) if spans is not None and spans.num > wanted.most_spans else None,

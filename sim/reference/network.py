@@ -1,8 +1,8 @@
-"""Network: where trainers meet in collectives, and what carries these over the cluster's links, alone and beside others.
+"""Network: collectives of trainers, and the cluster's links that carry them, alone and beside others.
 
-A collective takes its ports in turns, first come, first served (``sim.network.turns``); it is slower where its ranks' compute slows
-it, and where several in flight were measured to be. Collectives inside two nodes share nothing; those that cross nodes
-share the nodes' interfaces, and those that cross racks their uplinks.
+A collective takes its ports in turns, first come, first served (``sim.network.turns``). It is slower while
+its ranks compute, and while several are in flight, as far as measurements show. Collectives inside two nodes
+share nothing. Those that cross nodes share the nodes' interfaces, and those that cross racks their uplinks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sim.network.turns import Turn, busy_on, scaled
 from sim.network.work import Route
 
 Tell = Callable[[Operation, tuple[int, ...], int, int], None]
-"""Told of a collective that has ended, its ranks, its start and its end."""
+"""Called at a collective's end with its operation, ranks, start in ns and end in ns."""
 
 
 class Computing:
-    """The ranks whose forward or backward is under way.
+    """The ranks that are in their forward or backward.
 
-    A collective goes at full pace while none of its ranks computes, and at 1 / (1 + ``slowdown``) of it
+    A collective runs at full pace while none of its ranks computes, and at 1 / (1 + ``slowdown``) of it
     otherwise: a ring is as slow as its slowest member.
     """
 
@@ -43,13 +43,13 @@ class Computing:
         self._change(rank, self._ranks.add)
 
     def ends(self, rank: int) -> bool:
-        """A rank's backward has ended, or waits; whether it was under way."""
+        """Record that a rank's backward has ended or waits, and return whether it was computing."""
         computed = rank in self._ranks
         self._change(rank, self._ranks.discard)
         return computed
 
     def pace(self, ranks: Sequence[int]) -> Fraction:
-        """Of a collective among ``ranks``, as a share of full pace."""
+        """Return the pace of a collective among ``ranks``, as a share of full pace."""
         return Fraction(1) if self._slow == 1 or self._ranks.isdisjoint(ranks) else self._slow
 
     def _change(self, rank: int, change: Callable[[int], None]) -> None:
@@ -62,7 +62,7 @@ class Computing:
 
 
 class OwnTime:
-    """How far a collective would be by now with no other beside it: time passes at the pace that its ranks' compute leaves it.
+    """Progress of a collective by itself, at the pace that its ranks' compute allows, in ns.
 
     It is integrated exactly, and the time of each mark that is reached is rounded once.
     """
@@ -76,13 +76,15 @@ class OwnTime:
 
     @property
     def now(self) -> Fraction:
-        """What has passed since its start."""
+        """Time in ns that has passed since its start."""
         return self._passed_ns + (self._clock.now - self._since_ns) * self.pace
 
     def change(self, pace: Fraction) -> None:
-        """From now on, it goes at another pace."""
+        """Continue at another pace."""
         self._since_ns, self._passed_ns, self.pace = self._clock.now, self.now, pace
-        if self._changed is not None and self._due_ns != self._clock.now:  # what is due now is reached, in whatever order things happen
+        if (
+            self._changed is not None and self._due_ns != self._clock.now
+        ):  # a mark that is due now counts as reached, in any order of events
             self._changed.succeed()
             self._changed = None
 
@@ -98,7 +100,7 @@ class OwnTime:
 
 
 class Network:
-    """The cluster's links, as collectives see them, and the ranks' compute beside them."""
+    """The cluster's links as collectives use them, beside the ranks' compute."""
 
     def __init__(self, clock: Clock, links: Links, computing: Computing | None = None) -> None:
         self._clock = clock
@@ -106,7 +108,7 @@ class Network:
         self._computing = computing or Computing()
         self._routes = Routes(links)
         self._free_ns: dict[Port, int] = {}
-        """When each port has carried what has arrived."""
+        """Time in ns at which each port has carried everything that has arrived."""
         self._in_flight = Counter[Port]()
         self._arrived: list[tuple[tuple[int, int], Event]] = []
 
@@ -123,7 +125,8 @@ class Network:
 
     def _turns(self, route: Route, own: OwnTime, place: tuple[int, int]) -> Generator[Event, object, None]:
         arrives, done = Fraction(route.first_ns), Fraction(0)
-        """When the next turn arrives, and a receiver is done with the message before; see ``Window``."""
+        """Times of the next turn's arrival, and of the receiver's end of the previous message; see
+        ``Window``."""
         for turn in route.turns:
             yield from own.reach(arrives)
             yield self._next_of(place)
@@ -142,7 +145,10 @@ class Network:
         yield from own.reach(after)
 
     def _next_of(self, place: tuple[int, int]) -> Event:
-        """The turn of a collective among those that arrive at this moment: by place, after all else that happens at this moment."""
+        """Return an event for a collective's turn.
+
+        It comes after everything else at this time, in the order of ``place``.
+        """
         self._arrived.append((place, self._clock.event()))
         if len(self._arrived) == 1:
             self._clock.at_last().callbacks.append(self._serve)
@@ -154,7 +160,11 @@ class Network:
             served.succeed()
 
     def _take(self, route: Route, turn: Turn) -> tuple[int, float]:
-        """Take the ports: when all have carried it, if that is later than alone, and how many times as long latencies take."""
+        """Occupy the ports.
+
+        Returns the time in ns at which all have carried the turn, 0 if that is no later than alone; and the
+        factor on latencies.
+        """
         now_ns, latest_ns, latencies = self._clock.now, 0, 1.0
         for port, load in zip(route.ports, route.loads, strict=True):
             slower, own = self._links.slower(port, self._in_flight[port])
@@ -169,41 +179,41 @@ class Network:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """One collective of some ranks: who is still missing before it starts, its start and its end."""
+    """One collective of some ranks: how many are still missing, its start and its end."""
 
     operation: Operation
     absent: int
     start: Event
-    """The network takes it up."""
+    """Event at which the network starts to carry it."""
     end: Event
     waits: dict[Event, None] = field(default_factory=dict)
-    """What its ranks still have in flight that comes before it."""
+    """Events that it must wait for: what its ranks have in flight that comes before it."""
     after: dict[Meeting, None] = field(default_factory=dict)
     met_ns: int = 0
-    """When the last rank has joined it, and what it comes after."""
+    """Time in ns at which the last rank had joined it and the collectives that it comes after."""
 
 
 @dataclass(slots=True)
 class _Queue:
-    """What of one communicator is under way among some ranks, and what joined last."""
+    """The collectives of one communicator that are in flight among some ranks, and the last one joined."""
 
     last: Meeting | None = None
     flying: dict[Event, None] = field(default_factory=dict)
-    """The ends of what has started and not ended."""
+    """Ends of the collectives that have started and not ended."""
 
 
 class Collectives:
     """The collectives of a run.
 
-    A collective is known by its operation's id, the same on every rank, and the part of the group
-    that meets; the parts of a group meet apart from each other. It waits for every rank of the part
-    to ``join`` and for what each of them has in flight before it. A part's operations on one
-    communicator start in the order in which its ranks join them, and no more than ``queue_depth``
-    are under way. The network carries it, and its end triggers one event for all ranks.
+    A collective is identified by its operation's id, the same on every rank, and the part of the group that
+    meets; the parts of a group meet independently. It waits for every rank of the part to ``join``, and for
+    what each of them has in flight before it. A part's operations on one communicator start in the order in
+    which its ranks join them, and at most ``queue_depth`` are in flight. The network carries it, and its end
+    triggers one event for all ranks.
     """
 
     def __init__(self, clock: Clock, network: Network, queue_depth: int = 1, tell: Tell | None = None, first_ns: int = 0) -> None:
-        """``first_ns``: by so much the first one on each communicator among some ranks starts later."""
+        """``first_ns``: delay of the first collective on each communicator, for each part."""
         self._tell = tell
         self._first_ns = first_ns
         self._opened: set[tuple[int, str, int]] = set()
@@ -214,7 +224,7 @@ class Collectives:
         self._queues: dict[tuple[int, tuple[int, ...]], _Queue] = {}
 
     def join(self, operation: Operation, part: tuple[int, ...], after: Sequence[Meeting]) -> Meeting:
-        """One rank of ``part`` arrives at ``operation``, which starts once those ``after`` which it comes have ended."""
+        """Let one rank of ``part`` join ``operation``, which starts after those in ``after`` have ended."""
         key = (operation.id, part[0])
         meeting = self._meetings.get(key)
         if meeting is None:
@@ -242,7 +252,8 @@ class Collectives:
             yield self._clock.all_of(meeting.waits)
         meeting.met_ns = max(meeting.met_ns, *(other.met_ns for other in meeting.after), 0)
         meeting.after.clear()
-        if len(queue.flying) >= self._queue_depth:  # the next one waits for this one's start, so one end lets one start
+        # the next one waits for this one's start, so each end releases one
+        if len(queue.flying) >= self._queue_depth:
             yield self._clock.any_of(queue.flying)
         start_ns = self._clock.now
         queue.flying[meeting.end] = None

@@ -1,4 +1,4 @@
-"""Trainer: one rank's steps on the simulated clock, and how far its compute has come where collectives in flight slow it."""
+"""Trainer: one rank's steps on the simulated clock, and compute that collectives in flight may slow."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -25,20 +25,22 @@ from sim.scenario import Scenario
 
 Waits = Generator[Event, object, None]
 UPDATE = "update"
-"""The stream of updates that run beside compute."""
+"""Stream of updates that run beside compute."""
 
 
 class Trainer:
-    """A trainer that computes, tells its strategy what happened, and executes what that returns.
+    """A trainer that computes, tells its strategy about events, and executes the operations that it returns.
 
-    A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become ready one after the other;
-    then whatever the strategy decides at the backward's end, at an epoch's end, and at the end of
-    training. Collectives run beside compute, from the moment the trainer joins them, unless
-    execution is sequential; a bucket's own update runs beside it too. A ``gate`` holds compute up, which is stall. Other local
-    operations first wait for the operations they come after, which is the step's stall. What of the bucket updates
-    lies beside compute is update; the rest of the time until the last of them is stall. What the
-    rank's own operations take is ``OwnWork``; unmeasured ones take no time:
-    they are part of what was measured beside them.
+    A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become
+    ready one after the other; then the operations of the backward's end, an epoch's end and the end of
+    training.
+
+    Collectives run beside compute from the moment the trainer joins them, unless execution is sequential. A
+    bucket's own update runs beside compute, too. A ``gate`` holds compute up, which is stall. Other local
+    operations first wait for the operations they come after, which is stall, too. The part of the bucket
+    updates that lies after compute is update; the rest of the time until the last of them is stall.
+    ``OwnWork`` gives the durations of the rank's own operations. Those that were not measured take no time,
+    because they are part of what was measured beside them.
     """
 
     def __init__(
@@ -51,12 +53,12 @@ class Trainer:
         scenario: Scenario,
         spans: Spans | None = None,
     ) -> None:
-        """``spans``: where what it does is kept, if anybody wants it."""
+        """``spans``: receives the trainer's spans, if they are kept."""
         self.rank = rank
         self.decider = decider
         self.records: list[StepRecord] = []
         self.step_done: Callable[[int], None] = lambda _: None
-        """Told at the end of each step how many are done."""
+        """Called at the end of each step with the number of steps done."""
         plan, table = scenario.plan, scenario.table
         self._clock = clock
         self._collectives = collectives
@@ -69,15 +71,16 @@ class Trainer:
         self._own = OwnWork(scenario)
         self._progress = Progress(clock, table.contention)
         self._updated: Event | None = None
-        """The end of the last of the bucket updates, which run in the order of their starts."""
+        """End of the last bucket update; updates run in the order of their starts."""
         self._updates: list[tuple[int, int, int]] = []
-        """Their starts and ends, and when all had joined what each comes after."""
+        """Start and end of each bucket update, and the time when all ranks had joined what it comes after, in
+        ns."""
         self._in_flight: dict[int, Meeting] = {}
         self._spans = spans
         self._head = StepHead(table, scenario.fetch_every, clock.now)
 
     def run(self, draws: Sequence[int]) -> Waits:
-        """The process: the scenario's steps one after the other, each with its X of ``draws`` in units of 2^-24."""
+        """Run the scenario's steps one after the other, each with its X of ``draws`` in units of 2^-24."""
         clock, scenario, progress, table = self._clock, self._scenario, self._progress, self._scenario.table
         forward_ns, compute_ns = table.forward_ns, table.forward_ns + table.backward_ns
         for step, x in zip(scenario.steps, draws, strict=True):
@@ -182,14 +185,14 @@ class Trainer:
             self._tally.span(name, start_ns, self._clock.now)
 
     def _work(self, took_ns: int) -> Waits:
-        """Be busy; after compute, that is the step's update."""
+        """Be busy. After compute, the time is the step's update."""
         if took_ns:
             start_ns = self._clock.now
             yield self._clock.timeout(took_ns)
             self._tally.works(start_ns, self._clock.now)
 
     def _gate(self, meetings: Sequence[Meeting]) -> Waits:
-        """Hold compute up until these have ended: stall, of whichever part of the step."""
+        """Hold compute up until these collectives have ended. The time is stall, in any part of the step."""
         if meetings:
             start_ns = self._clock.now
             self._computing.ends(self.rank)
@@ -198,13 +201,13 @@ class Trainer:
             self._tally.gates(start_ns, self._clock.now, _met_ns(meetings))
 
     def _wait(self, meetings: Sequence[Meeting]) -> Waits:
-        """Wait; after compute, that is the step's stall."""
+        """Wait for these collectives. After compute, the time is the step's stall."""
         if meetings:
             yield self._clock.all_of([meeting.end for meeting in meetings])
         self._tally.stalls(self._clock.now, _met_ns(meetings))
 
     def _update(self, took_ns: int, after: Sequence[Meeting], before: Event | None) -> Waits:
-        """Beside compute, when what it comes after has ended and the update ``before`` it."""
+        """Update beside compute, after these collectives and after the update ``before`` it."""
         yield self._clock.all_of([*(meeting.end for meeting in after), *([] if before is None else [before])])
         start_ns = self._clock.now
         yield self._clock.timeout(took_ns)
@@ -222,24 +225,27 @@ class Trainer:
 
 @dataclass(slots=True)
 class Tally:
-    """One rank's step. While compute goes on nothing counts; after it, every moment is stall or update."""
+    """One rank's times in a step.
+
+    After compute, every moment is stall or update; compute counts as neither.
+    """
 
     rank: int
     spans: Spans | None
-    """Where the rank's spans go; none where they are not kept."""
+    """Where the rank's spans go; ``None`` if they are not kept."""
     stall_ns: int = 0
     wait_ns: int = 0
-    """Of the stall, until the last rank had joined what this one waited for."""
+    """Part of the stall in ns, until the last rank had joined the collective that this one waited for."""
     gated_ns: int = 0
-    """Part of the stall: the time that gates held compute up."""
+    """Part of the stall in ns, during which gates held compute up."""
     update_ns: int = 0
     arrival_ns: int | None = None
     bytes_sent: int = 0
     counted_ns: int | None = None
-    """Up to where time after compute is stall or update; none while compute goes on."""
+    """Time in ns up to which the time after compute has been counted; ``None`` during compute."""
 
     def stalls(self, until_ns: int, met_ns: int) -> None:
-        """The rank has waited since the last operation of its own, for what all ranks had joined at ``met_ns``."""
+        """Count the time since the rank's last operation as a wait; all ranks had joined at ``met_ns``."""
         if self.counted_ns is not None and until_ns > self.counted_ns:
             self.span("wait", self.counted_ns, until_ns)
             self.wait_ns += min(max(met_ns, self.counted_ns), until_ns) - self.counted_ns
@@ -247,62 +253,62 @@ class Tally:
             self.counted_ns = until_ns
 
     def gates(self, start_ns: int, end_ns: int, met_ns: int) -> None:
-        """Compute was held up, for what all ranks had joined at ``met_ns``."""
+        """Count a time in which compute was held up, for what all ranks had joined at ``met_ns``."""
         self.span("wait", start_ns, end_ns)
         self.wait_ns += min(max(met_ns, start_ns), end_ns) - start_ns
         self.stall_ns += end_ns - start_ns
         self.gated_ns += end_ns - start_ns
 
     def works(self, start_ns: int, end_ns: int, met_ns: int = 0) -> None:
-        """An update or a merge went on; what of it lies beside compute counts, and time before its start is stall."""
+        """Count an update or a merge after compute as update, and the time before its start as stall."""
         self.stalls(start_ns, met_ns)
         if self.counted_ns is not None and end_ns > self.counted_ns:
             self.update_ns += end_ns - self.counted_ns
             self.counted_ns = end_ns
 
     def span(self, name: str, start_ns: int, end_ns: int, stream: str = COMPUTE) -> None:
-        """Remember a span that takes time."""
+        """Add a span that takes time."""
         if self.spans is not None and end_ns > start_ns:
             self.spans.add(Span(self.rank, stream, name, start_ns, end_ns - start_ns))
 
 
 def _met_ns(meetings: Sequence[Meeting]) -> int:
-    """When all of their ranks had joined them, and what they come after."""
+    """Return the time in ns when all ranks of ``meetings`` had joined them and what they come after."""
     return max((meeting.met_ns for meeting in meetings), default=0)
 
 
 class Progress:
-    """The compute of one step, in nanoseconds that it takes undisturbed.
+    """The compute of one step, in ns that it takes undisturbed.
 
-    A step starts at 0 with ``begin`` and proceeds only while ``reach`` is under way: what happens
-    between two calls holds compute up. While collectives of the rank are in flight, compute takes 1 +
-    ``contention`` times as long. What was done is integrated exactly, and the time of each mark that
-    is reached is rounded once.
+    A step starts at 0 with ``begin`` and proceeds only during ``reach``: whatever happens between two calls
+    holds compute up. While collectives of the rank are in flight, compute takes 1 + ``contention`` times as
+    long. Progress is integrated exactly, and the time of each mark that is reached is rounded once.
     """
 
     def __init__(self, clock: Clock, contention: float) -> None:
         self._clock = clock
-        self._slow = 1 + Fraction(repr(contention))  # the decimal that a file writes, not the double next to it
+        # the decimal that a file writes, not the double next to it
+        self._slow = 1 + Fraction(repr(contention))
         self._in_flight = 0
         self._done_ns: Fraction | int = 0
         self._since_ns: int | None = None
         self._changed: Event | None = None
         self._before: tuple[int, Fraction] | None = None
-        """When the pace last changed, and what it had been until then."""
+        """Time in ns of the last change of pace, and the pace before it."""
 
     def begin(self) -> None:
-        """Nothing of the step has been computed."""
+        """Start a step, of which nothing has been computed."""
         self._done_ns = 0
 
     def slows_during(self, start: Event, end: Event) -> None:
-        """A collective of this rank is in flight between two events."""
+        """Slow compute between two events, the start and the end of a collective of this rank."""
         if self._slow == 1:
             return
         start.callbacks.append(lambda _: self._change(1))
         end.callbacks.append(lambda _: self._change(-1))
 
     def reach(self, mark_ns: int) -> Generator[Event, object, None]:
-        """Compute up to a mark."""
+        """Compute up to a mark, in ns of undisturbed compute."""
         if self._slow == 1:  # nothing disturbs, so the next mark is a known time
             if self._done_ns < mark_ns:
                 yield self._clock.timeout(mark_ns - int(self._done_ns))
@@ -323,7 +329,11 @@ class Progress:
         return self._slow if self._in_flight else Fraction(1)
 
     def _delay_ns(self, left_ns: Fraction | int) -> int:
-        """Until what is left is done. What the pace until now would round to now is done, in whatever order things happen now."""
+        """Return the time in ns until the rest is done.
+
+        A rest that rounds to nothing at the pace before a change at this very time is done, so that the order
+        of events at one time does not matter.
+        """
         if self._before is not None and self._before[0] == self._clock.now and half_up(left_ns * self._before[1]) <= 0:
             return 0
         return max(half_up(left_ns * self._pace), 0)

@@ -89,7 +89,7 @@ def test_a_machine_without_namespaces_says_so(box: Callable[..., Path], tmp_path
     run = [sys.executable, "-m", "fleetbench", "testbed", str(box()), "--out", str(tmp_path / "runs")]
     done = subprocess.run([*inside, *run], capture_output=True, text=True, check=False)
     assert done.returncode == 3
-    assert "no network namespace can be made" in done.stderr
+    assert "no network namespace can be created" in done.stderr
     assert "HINT:" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -151,7 +151,7 @@ def test_it_works_without_root(nobodys_folder: Path) -> None:
         extra_groups=[],
         cwd=nobodys_folder,
     )
-    if "no network namespace can be made" in done.stderr or done.stderr.startswith("unshare: "):
+    if "no network namespace can be created" in done.stderr or done.stderr.startswith("unshare: "):
         pytest.skip(f"SKIPPED: an ordinary user may make no namespaces: {done.stderr.strip()[-200:]}")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -172,7 +172,7 @@ class TestPlain:
     )
     def test_anything_else_is_refused_by_its_class(self, value: object, said: str, tmp_path: Path) -> None:
         """What is no plain data would need code to be read; no save is in force then."""
-        with pytest.raises(ConfigError, match=r"rank-00000\.pt: can be saved as no plain data") as caught:
+        with pytest.raises(ConfigError, match=r"rank-00000\.pt: cannot be saved as plain data") as caught:
             through(value, tmp_path)
         assert said in str(caught.value.value)
         assert last_save(tmp_path) == 0
@@ -415,7 +415,7 @@ class TestTampering:
         """It is no text of ours, or says nothing of a checkpoint."""
         (path,) = saved.glob(f"save-*/{MANIFEST}")
         path.write_text(text)
-        self._refused(saved, "of another kind|is no manifest of this version")
+        self._refused(saved, "of another kind|is not a manifest of this version")
 
     def test_a_folder_without_a_checkpoint(self, tmp_path: Path) -> None:
         """It says what writes one."""
@@ -558,7 +558,7 @@ class TestSome:
     def test_wanting_nothing_that_is_there_is_an_error(self, tmp_path: Path) -> None:
         """Names of both sides are shown."""
         trained(mlp(), tmp_path)
-        with pytest.raises(ConfigError, match="holds nothing that is wanted"):
+        with pytest.raises(ConfigError, match="has no tensor that is both wanted"):
             go_on(mlp(), tmp_path, predicate=lambda name: name.startswith("trunk."))
 
     def test_a_file_that_is_no_safetensors(self, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_memory_that_is_not_there_is_said_and_the_rest_undone(monkeypatch: pytes
     device = Device(monkeypatch, full=True)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     monkeypatch.setattr(type(torch.backends.cudnn), "benchmark_limit", 10)
-    with pytest.raises(EnvironmentLacks, match="not so much memory left"):
+    with pytest.raises(EnvironmentLacks, match="less memory left"):
         apply_device_settings(DistributedStrategy(fraction_of_gpu_memory_to_use=0.9, thread_num=threads + 1), torch.device("cuda", 0))
     assert (device.fraction, torch.get_num_threads(), torch.backends.cudnn.benchmark) == (1.0, threads, benchmark)
 

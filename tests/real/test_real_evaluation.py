@@ -189,7 +189,7 @@ def test_a_registry_model_needs_weights(tmp_path: Path) -> None:
         ({"4.bias": torch.ones(3)}, "was saved from another model", "not in the model: 4.bias"),
         ({"3.bias": torch.ones(4)}, "3.bias has another shape", "saved [4] of float32, here [3]"),
         ({"3.bias": torch.ones(3, dtype=torch.float16)}, "3.bias has another shape or type", "float16, here [3] of float32"),
-        ({"3.bias": 3}, "no table of tensors", "keys"),
+        ({"3.bias": 3}, "not a table of tensors", "keys"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], said: str, value: str) -> None:
@@ -221,7 +221,7 @@ def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
         "cut.pt": "is damaged, or of another kind",
         "empty.pt": "is damaged, or of another kind",
         "module.pt": "is damaged, or of another kind",
-        "list.pt": "no table of tensors",
+        "list.pt": "not a table of tensors",
     }
     for name, phrase in said.items():
         with pytest.raises(ConfigError, match=phrase) as caught:

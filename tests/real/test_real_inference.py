@@ -142,7 +142,7 @@ class Branching(nn.Module):
     ("model", "name", "given", "match"),
     [
         (Branching, "m.pt2", (torch.ones(2, 3),), "cannot be exported"),
-        (TwoInputs, "m.pt2", inputs(1), "one sample as an example"),
+        (TwoInputs, "m.pt2", inputs(1), "an example of one sample"),
         (TwoInputs, "m.onnx", inputs(2), "let it end in .pt2"),
     ],
     ids=["branch", "one sample", "suffix"],

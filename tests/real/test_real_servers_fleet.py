@@ -213,7 +213,7 @@ def test_a_job_without_servers_is_refused(fleet: Fleet, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="fleetbench launch --servers"):
         fleet.init(SERVED)
     be(monkeypatch, "trainer", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match="is of no job with parameter servers"):
+    with pytest.raises(ConfigError, match="is not in a job with parameter servers"):
         fleet.init_worker()
 
 

@@ -156,7 +156,7 @@ def test_a_name_that_is_none_of_an_exported_model_is_refused_before_anybody_wait
     """Rank 1 asks alone: it hears it at once, and does not wait for rank 0 at a barrier."""
     with job(1, 2) as running:
         trainings = [counting(running, rank, served())[2] for rank in (0, 1)]
-        with pytest.raises(ConfigError, match="no name of an exported model"):
+        with pytest.raises(ConfigError, match="not a name of an exported model"):
             both(running, trainings)[1].save_inference_model(tmp_path / "model.onnx", (), None)
 
 

@@ -93,7 +93,7 @@ def test_round_trips_are_twice_the_later_latency() -> None:
     ]
     assert asked[0] == ("host1", "host2", topology.address("host2"))
     for off in (0.0094, 0.0106):
-        with pytest.raises(EnvironmentLacks, match=rf"between host1 and host2 .* takes 10 ms .*got {1e3 * off:g} ms"):
+        with pytest.raises(EnvironmentLacks, match=rf"between host1 and host2 .* round trip is 10 ms .*got {1e3 * off:g} ms"):
             verify_latency(round_trips(topology, lambda _, times, off=off: [off] * times))
 
 

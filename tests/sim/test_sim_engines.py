@@ -88,7 +88,7 @@ def test_auto_says_which_engine_it_took() -> None:
     plain = layered([(250, 10, 20)], inter=link(8))
     assert simulate(plain).summary.engine == "vector"
     assert simulate(plain, engine="reference").summary.engine == "reference"
-    assert str(simulate(plain, record=True).summary.engine) == "reference: it records what every rank is told"
+    assert str(simulate(plain, record=True).summary.engine) == "reference: only the reference keeps recordings"
     groups = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
     apart = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
     several: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(8)}

@@ -360,7 +360,7 @@ def test_the_clock_decides_what_is_learnt(workload: dict[str, Any], strategy: di
         cluster=dataclasses.replace(experiment.cluster, inter=dataclasses.replace(experiment.cluster.inter, bandwidth=10**6))
     )
     assert train(slower).final_loss != found.final_loss
-    with pytest.raises(ConfigError, match="of another training"):
+    with pytest.raises(ConfigError, match="belongs to another training"):
         simulate(slower, learnt=found)
 
 

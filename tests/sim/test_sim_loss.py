@@ -84,7 +84,7 @@ def test_what_was_learnt_from_something_else_is_refused() -> None:
         experiment.replace(run=dataclasses.replace(experiment.run, seed=6)),
         experiment.replace(workload=dataclasses.replace(experiment.workload, lr=0.3)),
     ):
-        with pytest.raises(ConfigError, match="of another training"):
+        with pytest.raises(ConfigError, match="belongs to another training"):
             simulate(other, learnt=learnt)
 
 

@@ -1,6 +1,7 @@
-"""Python runs this at the start of every process of a command that fleetbench starts; see ``real.attach``.
+"""Runs at the start of every Python process of a command that fleetbench starts; see ``real.attach``.
 
-It waits for four of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run without it runs after it.
+It waits for four of torch's modules, and imports nothing before. A ``sitecustomize`` that would have run
+without this one runs after it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Loader:
 
 
 def _note(name: str, text: str) -> None:
-    """Leave a file for whoever has started the command."""
+    """Leave a file for the process that has started the command."""
     try:
         with open(path.join(environ["FLEETBENCH_ATTACH"], name), "w", encoding="utf-8") as file:  # noqa: PTH118, PTH123  # as above
             file.write(text)
