@@ -61,6 +61,7 @@ def launch(kind: str, folder: Path, ranks: int, *words: str) -> int:
     return main(["launch", *words, "--nproc", str(ranks), SCRIPT, str(folder), kind, "8"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "configs", "expected"),
     [
@@ -131,6 +132,7 @@ def driven(
 Driven = tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]
 
 
+@pytest.mark.sample(2)
 def test_the_default_is_the_script(driven: Driven, tmp_path: Path) -> None:
     """Its strategy says what the calls do; losses are those of the script alone, to the bit, also in legs without resharding."""
     _, _, seen, experiment = driven
@@ -242,6 +244,7 @@ def test_gathers_on_streams_are_not_profiled() -> None:
     assert "tune --simulate-only" in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

@@ -60,6 +60,7 @@ def outcome(path: Path, text: bytes, good: tuple[Any, ...]) -> str:
     return "the same" if content_of(back) == good else "believed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", ["sgd", pytest.param("momentum", marks=pytest.mark.slow), pytest.param("adam", marks=pytest.mark.slow)]
 )

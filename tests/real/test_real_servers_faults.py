@@ -106,6 +106,7 @@ def test_a_trainer_that_dies_ends_the_job_by_name(strategy: DistributedStrategy)
         assert time.monotonic() - begin < PATIENCE_S / 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", MODES.values(), ids=MODES)
 def test_a_server_that_dies_is_named(strategy: DistributedStrategy) -> None:
     """At once: its connection breaks, long before anybody would call it silent."""

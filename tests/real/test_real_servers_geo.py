@@ -86,6 +86,7 @@ class Written:
         self.changed[rank] = set()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_a_scripted_order_of_exchanges_equals_the_algorithm_written_out(num_servers: int) -> None:
     """Random steps and exchanges of two trainers in a given order: servers and trainers agree with numpy bit for bit."""
@@ -178,6 +179,7 @@ def test_training_goes_on_during_exchanges_and_no_delta_is_lost_or_doubled() -> 
         assert max(took_during) <= 25
 
 
+@pytest.mark.slow
 def test_steps_made_during_an_exchange_are_not_lost() -> None:
     """Alone, with exchanges all the while, the trainer ends with every one of its steps, and the server with the same, exactly."""
     with job() as running:

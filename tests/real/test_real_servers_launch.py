@@ -70,6 +70,7 @@ def test_a_script_trains_by_geo_sgd(tmp_path: Path) -> None:
 MODES = {"asynchronous": 0, "geo_sgd": 4, "synchronous": -2}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("k_steps", MODES.values(), ids=MODES)
 def test_a_killed_trainer_ends_the_job_by_name(k_steps: int, tmp_path: Path) -> None:
     """Rank 1 kills itself at half time: the launch fails at once, names it, and leaves nothing; the last checkpoint is there."""
@@ -81,6 +82,7 @@ def test_a_killed_trainer_ends_the_job_by_name(k_steps: int, tmp_path: Path) -> 
     assert weights(tmp_path / "saved") != []
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Launched again without the fault, it begins from what its server had written."""
     with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"):

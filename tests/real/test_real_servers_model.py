@@ -118,6 +118,7 @@ def test_geo_training_goes_on_from_a_pulled_model_as_the_algorithm_says() -> Non
         assert running.dense().tolist() == [-7.0] * 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [served(), LATE], ids=["asynchronous", "geo_sgd"])
 def test_the_servers_model_is_exported(strategy: DistributedStrategy, both: Callable[..., list[Served]], tmp_path: Path) -> None:
     """By rank 0, as it answers on the servers' parameters, and without this package's hooks; training goes on, looking rows up."""
@@ -216,6 +217,7 @@ def test_a_look_up_without_gradients_is_no_part_of_a_step() -> None:
         assert dict(running.threads[0].server.report.staleness) == {0: 5}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 @pytest.mark.parametrize("how", ["to", "assign", "replaced", "data"])
 def test_a_model_that_was_moved_behind_fleet_is_refused(how: str, strategy: DistributedStrategy) -> None:

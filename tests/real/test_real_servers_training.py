@@ -81,6 +81,7 @@ OPTIMIZERS: dict[str, tuple[type[Net], Callable[..., torch.optim.Optimizer]]] = 
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_alone_and_waiting_asynchronous_training_is_plain_training(name: str, num_servers: int) -> None:
@@ -100,6 +101,7 @@ def test_alone_and_waiting_asynchronous_training_is_plain_training(name: str, nu
         assert stale == ((0, 12),)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "num_servers"), [("sgd", 1), ("sgd", 2), ("momentum", 2), ("adam", 2)])
 def test_synchronous_training_is_training_by_the_mean_gradient(name: str, num_servers: int) -> None:
     """Three trainers end every step with the parameters of one process that averages their three gradients, as an all-reduce does."""
@@ -155,6 +157,7 @@ def add(model: torch.nn.Module, optimizer: torch.optim.Optimizer, row: int, valu
     optimizer.zero_grad()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [served(), served(3), SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy) -> None:
     """What trainer, sender and server heard in a real run, told to fresh roles, gives the operations that were executed."""

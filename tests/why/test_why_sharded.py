@@ -50,6 +50,7 @@ def test_a_slow_rank_is_told_from_gathers_and_scatters(tmp_path: Path, capsys: p
     assert seen == [(tmp_path / f"losses{rank}").read_text(encoding="ascii").split() for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
