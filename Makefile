@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SLOW :=
 PARTS := part-1 part-2 part-3
-TESTS_part-1 := $(wildcard tests/fitting/test_*.py tests/plan/test_*.py tests/real/test_real_[a-q]*.py tests/real/test_real_[u-z]*.py)
+TESTS_part-1 := $(wildcard tests/fitting/test_*.py tests/plan/test_*.py tests/sim/test_*.py tests/real/test_real_[a-q]*.py tests/real/test_real_[u-z]*.py)
 TESTS_part-2 := $(wildcard tests/tuner/test_*.py tests/real/test_real_[s-t]*.py)
 TESTS_part-3 := $(filter-out $(TESTS_part-1) $(TESTS_part-2),$(shell find tests -name 'test_*.py' | sort))
 ALONE := $(shell grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)

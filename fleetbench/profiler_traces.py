@@ -8,7 +8,7 @@ kernels before the first launched one were launched before the trace began. In a
 steps come from ``gpu_user_annotation``, or, if the device is idle whenever a step begins, from the host's
 time. In a trace without kernels, operators count, in the step that runs them.
 
-While two kernels run at once, time counts once. Names decide whether a kernel or operator is communication.
+Time in which two kernels run at once counts once. Names decide whether a kernel or operator is communication.
 """
 
 from __future__ import annotations

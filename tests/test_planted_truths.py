@@ -64,6 +64,7 @@ def test_a_gain_of_emulated_trainers_is_found(tmp_path: Path) -> None:
     assert 1.2 < recommendation.speedup < 1.05 * (1 + LATE) / (1 + LATE / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_nothing_is_found_where_emulated_trainers_gain_nothing(tmp_path: Path) -> None:
     """The control: no trainer is late, and a step is compute alone. The verdict is KEEP DEFAULT, after real runs."""

@@ -21,7 +21,7 @@ class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error
 def largest_geo_k(experiment: Experiment) -> int:
     """Return the largest K of GeoSGD, out of ``tune.local_steps`` and the experiment's own K.
 
-    1 without GeoSGD.
+    Return 1 if nothing is GeoSGD.
     """
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
     own = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True).k_steps
@@ -42,7 +42,7 @@ def leg_steps_of(experiment: Experiment) -> int:
 def budget_of(experiment: Experiment) -> tuple[float, str]:
     """Return the trainer seconds that real runs may take, and the setting of this limit.
 
-    Infinite without one.
+    The limit is infinite if the file sets none.
     """
     tune, trainers = experiment.tune, experiment.cluster.trainers
     limits = [(math.inf, "")]

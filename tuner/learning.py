@@ -79,7 +79,7 @@ def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 
 def and_stays(learn: Learn, steps: int) -> Learn:
     """Return virtual trainers that also require being at the target after ``steps``.
 
-    Another ``learn`` is unchanged.
+    A ``learn`` of another kind is returned unchanged.
     """
     return partial(by_virtual_trainers, at_least=steps) if learn is by_virtual_trainers else learn
 
@@ -113,7 +113,7 @@ class Trainings:
     def steps(self, strategy: DistributedStrategy, most: float = math.inf) -> float | None:
         """Return the steps to the target; none if it does not arrive, or is not known to.
 
-        It may end after ``most``.
+        The training may end after ``most`` steps.
         """
         self.strategies.setdefault(way := way_of(strategy), strategy)
         if way not in self.arrivals:

@@ -184,7 +184,7 @@ def shortened(experiment: Experiment, least: int | None = None) -> Window:
 def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int = 0) -> Window:
     """Return the experiment with at least ``least`` steps, or its own, in whole rounds, plus ``beside``.
 
-    The warm-up is short.
+    Its warm-up is short.
     """
     steps = rounds * math.ceil(min(least, experiment.workload.steps) / rounds) + beside
     workload = dataclasses.replace(experiment.workload, steps=steps)
@@ -196,7 +196,7 @@ def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int =
 def different(space: Space, same: Equivalence, arms: Sequence[DistributedStrategy]) -> dict[str, DistributedStrategy]:
     """Return strategies that differ from each other and from ``arms``, by key.
 
-    Of equal ones, it is the one with the fewest changes.
+    Of strategies with equal keys, keep the one with the fewest changes.
     """
     base = parameters_of(space.base)
 

@@ -73,7 +73,7 @@ class Space:
     def points(self) -> Iterator[Parameters]:
         """Yield every point, as values of ``choices``, the last parameter varying fastest.
 
-        One for each strategy.
+        Each strategy comes once.
         """
         names = [name for name, _ in self.choices]
         for values in itertools.product(*(values for _, values in self.choices)):

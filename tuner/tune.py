@@ -124,7 +124,7 @@ def _refuse(asked: Experiment, *, is_real: bool) -> None:
 def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[Note]]:
     """Return the evidence of a resumed or an earlier tuning, with what has changed since.
 
-    The folder stores it.
+    The tuning's folder stores the evidence.
     """
     known = None if folder.experiment() is None else folder.evidence()
     inherited, notes = Evidence(), list[Note]()

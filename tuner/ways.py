@@ -141,7 +141,7 @@ class Ways:
     def arrives(self, strategy: DistributedStrategy) -> bool:
         """Whether its way arrives at least as often as the default's with the same seeds.
 
-        The default's own always counts.
+        The default's own way always counts as arriving.
         """
         ratios = self.ratios(strategy)
         return ratios is None or (any(self.updates.get(way_of(strategy), ())) and sum(ratios.known) >= 0)
@@ -358,7 +358,7 @@ def _least_s(experiment: Experiment) -> float:
 def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
     """Return an outer optimizer for each searched K, and merged gradients, each with its leader's knobs.
 
-    Only if the experiment has neither. Also returns notes about what cannot be simulated.
+    Return none if the experiment has either. Also return notes about what cannot be simulated.
     """
     tune, changes = experiment.tune, list[_Change]()
     if experiment.strategy.mode == "ps":
@@ -396,7 +396,7 @@ def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[Distr
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
     """Return an outer optimizer for the K with the fastest steps, and for the next larger K (or 2 K).
 
-    Also the learning rates of ``tune.lr_scale`` with the default and that K.
+    Also return the learning rates of ``tune.lr_scale`` with the default and with that K.
     """
     local = [tried for tried in (found.default, *found.ranked) if tried.strategy.localsgd]
     fastest = min(local, key=lambda tried: tried.trial.simulated_s, default=found.default).strategy

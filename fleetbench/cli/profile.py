@@ -189,7 +189,7 @@ def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
 def _broadcast_s(experiment: Path, nbytes: int) -> float | None:
     """Return the seconds of DDP's broadcast of the buffers on the profiled cluster.
 
-    None if links are unknown.
+    Return None if the links are unknown.
     """
     from fleetbench.experiment import Experiment
     from sim.network.routes import broadcast_ns

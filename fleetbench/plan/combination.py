@@ -128,9 +128,9 @@ class Combination:
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of the longest round of a schedule.
+        """Number of steps of a schedule's longest round.
 
-        Those of one update if the length is not known in advance.
+        If the length is not known in advance, it is the number of steps of one update.
         """
         rounds = self.rounds
         k = rounds.k if isinstance(rounds, Constant) else self.cadence and self.cadence.k_steps

@@ -29,7 +29,7 @@ INT8_SCALE_BYTES = 4
 def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
     """Return the operations of every bucket, with ids 0, 1, ... relative to the exchange.
 
-    None for one trainer.
+    A single trainer has no operations.
 
     ``inner`` is the number of ranks inside a node of the hierarchy, 0 without one.
     """

@@ -207,7 +207,7 @@ def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
 class StepHead:
     """Start of a step: read results back if due, take a batch, do the loop's other work.
 
-    Equal in every executor.
+    All executors use this rule.
 
     The i-th step of a trainer, i = 0 for the first, starts at S_i. Results of earlier steps are read back
     every n-th step: F_i = S_i + ``fetch`` if i > 0 and i is a multiple of ``fetch_every`` n, else S_i. Then

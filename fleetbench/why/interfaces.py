@@ -144,7 +144,7 @@ def _number(path: Path) -> int | None:
 def bytes_sent() -> Mapping[str, int]:
     """Return the acknowledged bytes of this process's established TCP connections, by local address.
 
-    Linux only.
+    It reads Linux's tables.
     """
     sent = collections.Counter[str]()
     if not hasattr(socket, "TCP_INFO"):

@@ -117,7 +117,7 @@ class Links(Config):
     def faster_interface(self) -> tuple[str, float] | None:
         """Return the fastest other interface, and its bus bandwidth over that of the one in use.
 
-        None if not faster.
+        Return None if no other interface is faster.
 
         If an interface was measured several times, the fastest measurement counts.
         """

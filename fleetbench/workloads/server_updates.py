@@ -310,7 +310,7 @@ class GeoCopy:
     def take(self, divisor: int) -> Change:
         """Return delta = (latest - old) / divisor for the touched rows and all dense parameters.
 
-        Old += delta.
+        The old values advance by delta.
         """
         with self.guard:
             self._touched, self._spare = self._spare, self._touched

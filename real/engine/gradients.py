@@ -40,7 +40,7 @@ def shard_of(tensor: Any) -> torch.Tensor:
 def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
     """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
 
-    Only where a second backward could take their place.
+    This is only asked if a second backward could replace them.
     """
     if not what.leaves_averages:
         return False

@@ -160,7 +160,7 @@ class StepEstimate:
     def _uneven_vocabularies(self) -> list[str]:
         """Return warnings of products with as many columns as an embedding has words.
 
-        In 16 bits, rows of such a product do not begin at multiples of 16 bytes.
+        In 16 bits, the rows of such a product are not aligned to 16 bytes.
         """
         modules, half = list(self._model.modules()), self._strategy.amp
         ends = {each.out_features for each in modules if isinstance(each, nn.Linear) and (half or each.weight.dtype.itemsize == 2)}

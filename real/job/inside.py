@@ -69,9 +69,7 @@ def driving(role: Role, out: Path) -> Iterator[None]:
 def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the part of every other rank until the driver stops or has removed its folder.
 
-    Return the exit code.
-
-    ``environment``: of trainers, with precedence over this process's own. Raises ``WorkerFailed`` if the
+    Return the exit code. ``environment`` holds variables of the trainers, which override this process's own. Raises ``WorkerFailed`` if the
     driver is gone.
     """
     board = RankSide(_meet(role, None))
@@ -136,7 +134,7 @@ def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], f
 def _meet(role: Role, shared: Path | None) -> Path:
     """Let all ranks of the job meet once; rank 0 sends them the folder.
 
-    From now on each ends with torchrun's agent.
+    From then on each rank ends with torchrun's agent.
     """
     import torch
     import torch.distributed as dist

@@ -135,7 +135,7 @@ def launch_script(
 ) -> bool:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers.
 
-    Return whether any called ``fleet.init``.
+    Return whether any of them called ``fleet.init``.
 
     With ``strategy``, a file, its ``DistributedDataParallel`` model trains by that strategy; raises
     ``ConfigError`` if it has no such model. Worker N's output is in ``log_dir/workerlog.N``; rank 0's is

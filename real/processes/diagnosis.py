@@ -73,7 +73,7 @@ class Failure:
 def read_note(path: Path) -> tuple[str, str] | None:
     """Return the process that another one has blamed for their launcher, such as ``rank 1``, and why.
 
-    None without a file.
+    Return None if there is no such file.
     """
     if not path.exists():
         return None

@@ -81,7 +81,7 @@ def rank_error(error: BaseException) -> RankError:
 def abort_collectives() -> None:
     """Abort all collectives of NCCL, whose kernels keep waiting for a dead peer.
 
-    Gloo's end with the process.
+    gloo's collectives end with the process.
     """
     if dist.is_initialized() and "cuda:nccl" in dist.get_backend_config().split(","):  # also where no backend was named
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no other name for it

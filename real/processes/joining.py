@@ -150,7 +150,7 @@ def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
 def own_name_is_loopback() -> bool:
     """Whether this host's name resolves only to its loopback, or not at all.
 
-    Gloo then chooses the loopback.
+    gloo then chooses the loopback interface.
     """
     return all(is_loopback(address) for address in _addresses(socket.gethostname()))
 

@@ -307,7 +307,7 @@ class _Measuring:
     def _take_sharded(self, *, stragglers: bool) -> Taken:
         """Measure a sharded model: gathers and scatters stand for all-reduces of as many bytes.
 
-        With gloo no collective runs beside compute.
+        With gloo the collectives of sharding do not overlap compute.
         """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
@@ -505,7 +505,7 @@ def take_profile(experiment: Experiment, *, progress: Progress | None = None) ->
 def searched_threads(experiment: Experiment) -> tuple[int, ...]:
     """Return the strategy's thread count and those of ``tune.thread_num`` that the cores allow, sorted.
 
-    With synchronised batch norm, it is only the strategy's.
+    With synchronised batch norm, return only the strategy's own count.
     """
     strategy = experiment.strategy
     cores = (os.cpu_count() or 1) // experiment.cluster.trainers_per_node

@@ -114,7 +114,7 @@ def gathered(process: Process, device: torch.device, own: Any) -> list[Any]:
 def _by_host(told: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[int, ...]]:
     """Return the hosts of all ranks, each once, and every rank's index.
 
-    Network namespaces differ in addresses.
+    Network namespaces of one machine count as hosts: their addresses differ.
     """
     keys = [(host.name, *(each.addresses for each in host.interfaces)) for host in told]
     first = list(dict.fromkeys(keys))

@@ -198,7 +198,7 @@ class Replicas:
     def _merge(self, operation: Operation, buckets: Sequence[int]) -> None:
         """Make snapshot plus step the new snapshot, and the parameters except for a kept share.
 
-        Also averaged state.
+        Averaged optimizer state is replaced likewise.
         """
         outer, fragments = self._combination.outer, self._combination.fragments
         share = fragments.mixing if fragments is not None and operation.payload == "mixture" else 0.0

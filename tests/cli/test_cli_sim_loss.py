@@ -73,6 +73,7 @@ def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Pa
     assert "virtual trainers take" not in command(*asked, "--seeds", "2").err
 
 
+@pytest.mark.slow
 def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that differ in seed and end are one line, named by what it differs in; without losses, or a folder, nothing is drawn."""
     drawn, draw = list[Any](), figures.loss_against_time

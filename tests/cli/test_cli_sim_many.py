@@ -119,6 +119,7 @@ def test_no_summary_of_several_says_that_its_table_is_missing(command: Callable,
     assert [summary["skipped"] for summary in data["summaries"]] == [[], []]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_and_its_processes_at_once(experiment: Files, tmp_path: Path) -> None:
     """Exit code 130, a message, no traceback, no table, and no process goes on simulating."""
     script = (

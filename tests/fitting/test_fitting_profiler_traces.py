@@ -146,7 +146,7 @@ def _spoilt(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], path
         (lambda events: [event for event in events if "Profiler" not in event["name"]], "has no ProfilerStep.*33 kernels, 0 operators"),
         (
             lambda events: [event for event in events if event["cat"] != "kernel"],
-            "has calls of a device, and no kernels.*33 x cuda_runtime",
+            "has calls of a device, but no kernels.*33 x cuda_runtime",
         ),
         (lambda events: [event | {"name": "" if event["cat"] == "kernel" else event["name"]} for event in events], "names do not say"),
         (
@@ -155,7 +155,7 @@ def _spoilt(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], path
         ),
         (lambda events: [event for event in events if event["cat"] == "user_annotation"], "neither kernels nor operators"),
         (lambda events: events + [event for event in events if event["name"].endswith("#1")], "overlap, or one twice"),
-        (lambda _: [], "is JSON, and no trace"),
+        (lambda _: [], "is JSON, but no trace"),
         (
             lambda events: [event | {"name": "gloo:all_reduce"} if event["cat"] == "kernel" else event for event in events],
             "no step has compute on each rank .got steps 0 to 2 of 1 rank",

@@ -70,6 +70,7 @@ def test_a_child_ends_with_its_killed_parent(tmp_path: Path, stop: bool) -> None
     assert _ended_with_parent(tmp_path, SLEEPS, "bound", 0.3, stop)
 
 
+@pytest.mark.slow
 def test_an_unbound_child_outlives_its_parent(tmp_path: Path) -> None:
     """So what is seen above is the binding."""
     assert not _ended_with_parent(tmp_path, SLEEPS, "unbound", 0.3)

@@ -132,7 +132,7 @@ def driven(
 Driven = tuple[list[RunResult], list[dict[str, Any]], list[list[str]], Experiment]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_the_default_is_the_script(driven: Driven, tmp_path: Path) -> None:
     """Its strategy says what the calls do; losses are those of the script alone, to the bit, also in legs without resharding."""
     _, _, seen, experiment = driven
@@ -170,6 +170,7 @@ def test_layers_are_timed_without_an_exchange(driven: Driven) -> None:
     assert all(point.took > 0 for point in points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["long sums", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("short", "short sums"))],
@@ -219,6 +220,7 @@ def test_a_wire_is_given_to_the_calls_of_another_launch(tmp_path: Path, monkeypa
         assert last != own
 
 
+@pytest.mark.slow
 def test_a_mesh_of_the_scripts_own_is_its_degree(tmp_path: Path) -> None:
     """It stays beside the calls without one: the strategy says its ranks, so that no other degree is tried."""
     with legs_of(tmp_path, "mesh") as session:

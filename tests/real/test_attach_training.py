@@ -36,7 +36,7 @@ def assert_equal(found: list[Arrays], expected: list[Arrays]) -> None:
             np.testing.assert_array_equal(own[name], other[name], err_msg=f"{name} on rank {rank}")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [None, "fuse_grad_size_in_MB = 0.001", "nccl_comm_num = 2\nsync_nccl_allreduce = false"])
 def test_training_is_that_of_the_script_alone(strategy: str | None, alone: list[Arrays], tmp_path: Path) -> None:
     """Losses, parameters, buffers and what evaluations see are the same in every loop."""

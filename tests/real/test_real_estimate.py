@@ -107,6 +107,7 @@ def test_model_flops_are_palms(model: str, options: dict[str, Any], recompute: l
     assert (flops.peak_s, flops.precision) == (989.5e12, "bf16")
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_models_products() -> None:
     """In float32 the vector units'; with TF32, or where convolutions have it, the tensor cores'."""
     found = [estimate(_experiment(), "H100").flops, estimate(_experiment(), "H100", tf32=True).flops]

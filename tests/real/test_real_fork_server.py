@@ -62,6 +62,7 @@ def test_a_fork_sees_what_a_process_of_its_own_would(server: ForkServer, tmp_pat
     assert forked[-1] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [

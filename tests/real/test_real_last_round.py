@@ -67,6 +67,7 @@ def test_it_is_said_after_the_scripts_own_group_is_destroyed(tmp_path: Path) -> 
     assert (first.code, first.err.count(ROUND)) == (0, 1), first.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_launches")
 def test_a_rank_that_synchronizes_alone_names_those_that_do_not_come(tmp_path: Path) -> None:
     """Its average would otherwise be of this step and of a later one of theirs."""

@@ -133,6 +133,7 @@ def test_what_a_trainer_has_started_ends_after_it(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_servers_serve_trainers_that_were_told_to_end(tmp_path: Path) -> None:
     """They write their last checkpoint once the trainers have left."""
     with launched(SERVED, tmp_path, "--servers", "1", "--workers", "1") as launch:

@@ -281,6 +281,7 @@ def test_bert_begins_with_its_own_spread() -> None:
     assert not torch.equal(first.linear1.weight, second.linear1.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("resnet50", marks=pytest.mark.slow), "bert_base"])
 def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss(name: str, tmp_path: Path) -> None:
     """On synthetic data the loss falls well below that of guessing."""

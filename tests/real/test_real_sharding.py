@@ -36,7 +36,7 @@ def _of(name: str, what: str = "history", ranks: int = 2) -> npt.NDArray[np.gene
     return _launch(ranks)[0][f"{name}/{what}"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
@@ -149,7 +149,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Arrays]]:
     return folder, _launch(2, "save", folder)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(9)
 def test_a_resumed_training_is_the_same_to_the_bit(saves: tuple[str, list[Arrays]]) -> None:
     """As many trainers, the same strategy: parameters at the end are those of the training that went on."""
     folder, went_on = saves

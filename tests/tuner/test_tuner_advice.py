@@ -27,7 +27,7 @@ def test_several_nodes_get_two_communicators_that_run_free() -> None:
     experiment = layers_experiment()
     strategy, left_out = advice_for(experiment, table_for(experiment))
     assert (strategy.nccl_comm_num, strategy.sync_nccl_allreduce, strategy.thread_num) == (2, False, 3)
-    assert any("hierarchical" in line and "one trainer a node" in line for line in left_out)
+    assert any("hierarchical" in line and "one trainer per node" in line for line in left_out)
 
 
 def test_a_declared_table_takes_every_rule_that_fits() -> None:

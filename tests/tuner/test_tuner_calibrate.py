@@ -134,6 +134,7 @@ def test_intervals_cover(declared: Experiment, tmp_path: Path) -> None:
     assert min(covered.values()) >= 16
 
 
+@pytest.mark.slow
 def test_an_interval_grows_with_noise(declared: Experiment, tmp_path: Path) -> None:
     """With 2 % noise the bandwidth's interval holds the truth, and is several times as wide as without noise."""
     exact, noisy = (fitted(declared, tmp_path, steps(noise, 3), BANDWIDTH, COMPUTE).parameters[0] for noise in (0.0, 0.02))

@@ -149,7 +149,7 @@ def replayed(setting: Setting, whole: Evidence, known: Evidence) -> tuple[Done, 
     return wanted, asked
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", [seed if seed < FIRST else pytest.param(seed, marks=pytest.mark.slow) for seed in range(SEEDS)])
 def test_a_decision_depends_on_its_evidence_alone(seed: int, tmp_path: Path) -> None:
     """Cut anywhere, a random tuning goes on to the same verdict by the same legs; and all of its evidence at once gives it, too."""
@@ -303,6 +303,7 @@ def tuned(experiment: Experiment, folder: Path, runner: FakeRunner) -> Recommend
     return tune(experiment, out=folder, runner=runner, simulate=FakeSimulate(formula))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [9, *(pytest.param(other, marks=pytest.mark.slow) for other in (0, 3, 12))])
 def test_an_interrupted_tuning_ends_with_the_same_table(tmp_path: Path, at: int) -> None:
     """Wherever it stops, in the choosing round or within a pair, the tuning that goes on has the same arms, pairs and verdict."""

@@ -44,6 +44,7 @@ def test_one_look_is_students_t(limit: int) -> None:
     assert (math.log(found.speedup.low), math.log(found.speedup.high)) == pytest.approx((expected.low, expected.high))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("lag_1", "most"), [(0.0, 0.05), (0.2, 0.06), (0.4, 0.08)])
 def test_pairs_that_resemble_their_neighbours_are_not_taken_for_independent(lag_1: float, most: float) -> None:

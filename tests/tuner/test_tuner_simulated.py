@@ -478,6 +478,7 @@ def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert any(str(note).startswith("GeoSGD is not tried") for note in adam.notes)
 
 
+@pytest.mark.slow
 def test_what_fits_only_recomputed_is_recomputed(tmp_path: Path) -> None:
     """A memory for what two blocks keep and for one of them whole: each is computed again, in its time. A byte less is too little."""
     options = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}

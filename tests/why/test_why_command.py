@@ -145,7 +145,7 @@ def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, c
     ("words", "what"),
     [
         ([], "takes either a command that trains, or traces"),
-        (["trace.json", "--", "python", "train.py"], "no more than one of the two"),
+        (["trace.json", "--", "python", "train.py"], "takes either a command that trains, or traces"),
         (["--link", "2", "--", sys.executable, SCRIPT], "is for traces"),
         (["missing.json"], "missing.json"),
         (["--against", "missing", "--", sys.executable, SCRIPT], "missing"),

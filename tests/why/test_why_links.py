@@ -219,7 +219,7 @@ def test_a_host_with_slow_links_is_named() -> None:
 def test_less_than_the_hardware_should_carry_is_said() -> None:
     """Between hosts, where the interface's speed is known."""
     (remark,) = remarks_of_links(links_of("a", "b", speed=25e9))
-    assert "made for 25 Gbit/s" in remark.what
+    assert "supports 25 Gbit/s" in remark.what
     assert "gets 8 Gbit/s" in remark.what
     for fine in (links_of("a", "b"), links_of("a", "b", speed=10e9), links_of("a", speed=25e9)):
         assert remarks_of_links(fine) == ()

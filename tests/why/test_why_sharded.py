@@ -18,6 +18,7 @@ def launch(*words: str) -> list[str]:
     return [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", SCRIPT, *words]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_told_from_gathers_and_scatters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 1 sleeps in its forward; gathers and scatters are told apart, and losses are those of the script alone."""
     assert (

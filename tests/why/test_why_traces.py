@@ -520,7 +520,7 @@ def test_torchs_own_trace_has_the_names_that_are_looked_for(tmp_path: Path) -> N
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """In a sentence that names the file."""
     (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"(?s)t\.json: is JSON, and no trace.*HINT"):
+    with pytest.raises(ConfigError, match=r"(?s)t\.json: is JSON, but no trace.*HINT"):
         shares_of_traces([tmp_path / "t.json"], "TRACE")
 
 

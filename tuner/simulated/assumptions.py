@@ -1,6 +1,7 @@
 """Assumptions: the experiment with its bandwidth, latency, stragglers or compute changed by a factor.
 
-What a profile measured is changed in a copy of it, and what the file declares in the file; all else, draws among it, stays.
+Measured times are changed in a copy of the profile, declared ones in the experiment. Everything else is equal, random draws
+included.
 """
 
 import dataclasses

@@ -96,13 +96,15 @@ def ranked(
     seed = seeds_of(experiment).stop  # which chooses what the seeds of an answer prove
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
     tried: tuple[Tried, ...] = (*first.values(), *ways.others)
-    if ways.in_vain:  # nothing would price another way
-        is_wire_free = "wire16" in experiment.tune.allow
-        tried = tuple(
-            one
-            for one in tried
-            if way_of(one.strategy) == way_of(own) and (is_wire_free or parameters_of(one.strategy)["wire"] == parameters_of(own)["wire"])
-        )
+    is_wire_free = "wire16" in experiment.tune.allow
+
+    def is_kept(one: DistributedStrategy) -> bool:
+        """Whether the strategy may be recommended: where no way arrives, nothing would price another way, or rounding."""
+        has_own_wire = parameters_of(one)["wire"] == parameters_of(own)["wire"]
+        return not ways.in_vain or (way_of(one) == way_of(own) and (is_wire_free or has_own_wire))
+
+    if ways.in_vain:
+        tried = tuple(one for one in tried if is_kept(one.strategy))
         what = "no other way of training" + ("" if is_wire_free else ", and no other wire,")
         kept = left_out(what, "is recommended", "raise workload.steps or the target, or tune.search_seconds")
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
@@ -110,7 +112,7 @@ def ranked(
     prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
     shards, told = sharded.candidates(experiment)
     shards += [one for one in sharded.recomputed(experiment) if sharded.is_timed(experiment.replace(strategy=one))]
-    shards = [one for one in shards if ways.arrives(one) and not (ways.in_vain and way_of(one) != way_of(own))]
+    shards = [one for one in shards if ways.arrives(one) and is_kept(one)]
     notes = [*found.notes, *told]
     for strategy in shards:
         step_s[strategy] = measure(strategy)

@@ -305,7 +305,7 @@ def _loop(seen: Seen) -> Iterator[Cause]:
 def _threads(seen: Seen) -> Iterator[Cause]:
     """Yield threads of torch that exceed the cores, or are fewer than half of them.
 
-    On GPUs they hardly matter.
+    On GPUs the number of threads hardly matters.
     """
     log, ranks = seen.logs[0], seen.local_ranks
     fair = max(1, log.cores // ranks)

@@ -1,7 +1,4 @@
-"""States of the three roles: plain tuples that are recorded, replayed and saved as JSON.
-
-And a role's operations.
-"""
+"""States of the three roles, as plain tuples that are recorded, replayed and saved as JSON, and the roles' operations."""
 
 from typing import Any, Literal, NamedTuple
 

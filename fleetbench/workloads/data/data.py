@@ -242,7 +242,7 @@ def _masked_bytes(text: bytes, length: int, seed: int, name: str) -> tuple[Array
 def hashed(column: npt.ArrayLike, value: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
     """Return the row of a category: SplitMix64 of column x 2^33 + value (below 2^33), modulo ``rows``.
 
-    Both arguments broadcast.
+    The two arguments are broadcast against each other.
     """
     words = (np.asarray(column, dtype=np.uint64) << np.uint64(33)) + np.asarray(value, dtype=np.uint64)
     return np.asarray(splitmix64(words) % np.uint64(rows), dtype=np.int64)

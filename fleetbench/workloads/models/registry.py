@@ -18,7 +18,7 @@ from fleetbench.workloads.models.transformers import Gpt, Llama, bert_base, next
 def mlp(features: int = 32, classes: int = 10, hidden: int = 64, depth: int = 2) -> nn.Module:
     """Return a perceptron of ``depth`` hidden layers of ``hidden`` units.
 
-    Input ``(batch, ...)`` of ``features``.
+    Its input is ``(batch, ...)``, with ``features`` elements per sample.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     width = features
@@ -211,7 +211,7 @@ def loss_of(model: str) -> Loss:
 def build_model(name: str, options: Mapping[str, ModelOption], dtype: str, seed: int) -> nn.Module:
     """Return the model with initial parameters that depend only on ``seed``.
 
-    Torch's global generator is unchanged.
+    torch's global generator is left unchanged.
     """
     _check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):

@@ -171,7 +171,7 @@ def _rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 class Llama(nn.Module):
     """Tokens ``(batch, length)``, int64, to costs as in ``Gpt``: a decoder like Llama, Mistral and Qwen.
 
-    Positions are rotary.
+    Positions are encoded by rotary embeddings.
     """
 
     def __init__(  # noqa: PLR0913  # a model's options
