@@ -484,9 +484,9 @@ class DistributedStrategy(Config):
         header = "".join(f"# {line}\n" for line in comments)
         write_whole(Path(path), sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
 
-    def changes(self) -> dict[str, Any]:
-        """Return the fields that differ from Fleet's defaults, as plain TOML data."""
-        return difference(encode(self), encode(DistributedStrategy()))
+    def changes(self, base: DistributedStrategy | None = None) -> dict[str, Any]:
+        """Return the fields that differ from ``base`` (default: Fleet's defaults), as plain TOML data."""
+        return difference(encode(self), encode(base or DistributedStrategy()))
 
     def replace(self, **changes: Any) -> DistributedStrategy:
         """Return a copy with some fields changed.

@@ -66,7 +66,7 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
     ``splits``: see ``splits_of``; ``first_seed`` is that of the runs to the target.
     """
     used, best = found.verdict == "USE", best_of(found)
-    tried = "" if best is None else in_words(best.strategy)
+    tried = "" if best is None else in_words(best.strategy, found.arms[0].strategy)
     verdict = found.verdict if used or not found.undecided else "UNDECIDED"
     why = [*_shares(splits), *([_meets(found.strategy)] if used and found.strategy.is_local else [])] if used else [found.reason]
     lines = [("why", "; ".join(why)), *([("besides", found.caveat)] if found.caveat else [])]
@@ -88,14 +88,14 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
     )
 
 
-def in_words(strategy: DistributedStrategy) -> str:
-    """Describe a strategy in words: how it trains, then its other changes."""
+def in_words(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
+    """Describe a strategy in words: how it trains, then its other changes from the default."""
     local = strategy.localsgd and strategy.localsgd_configs.has_outer
     kind = "DiLoCo" if local else "Local SGD" if strategy.is_local else ""
-    plain = strategy.without("lr_scale", *_TRAINS, *(f"{name}_configs" for name in _TRAINS))
+    plain, own = (each.without("lr_scale", *_TRAINS, *(f"{name}_configs" for name in _TRAINS)) for each in (strategy, default))
     trains = "" if plain == strategy else ", ".join(filter(None, (kind, name_of(strategy))))
-    changes = "" if trains and plain == DistributedStrategy() else units.changes(plain.changes())
-    return ", ".join(filter(None, (trains, changes)))
+    changed = plain.changes(own)
+    return ", ".join(filter(None, (trains, "" if trains and not changed else units.changes(changed))))
 
 
 def text_of(answer: Answer, width: int) -> str:

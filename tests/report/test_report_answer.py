@@ -110,7 +110,13 @@ def test_what_is_undecided_recommends_nothing(tuned: Path, recommendation: Recom
 
 def test_a_strategy_in_words() -> None:
     """How it trains, and what else it changes."""
-    assert in_words(DistributedStrategy()) == "Fleet's defaults"
-    assert in_words(DistributedStrategy(fuse_grad_size_in_MB=4.0)) == "fuse_grad_size_in_MB = 4.0"
-    assert in_words(DILOCO.replace(fuse_grad_size_in_MB=4.0)).endswith("at 2 times the learning rate, fuse_grad_size_in_MB = 4.0")
-    assert in_words(DistributedStrategy().replace(lr_scale=4.0)) == "synchronous at 4 times the learning rate"
+    assert in_words(DistributedStrategy(), DistributedStrategy()) == "Fleet's defaults"
+    assert in_words(DistributedStrategy(fuse_grad_size_in_MB=4.0), DistributedStrategy()) == "fuse_grad_size_in_MB = 4.0"
+    assert in_words(DILOCO.replace(fuse_grad_size_in_MB=4.0), DistributedStrategy()).endswith(
+        "at 2 times the learning rate, fuse_grad_size_in_MB = 4.0"
+    )
+    assert in_words(DistributedStrategy().replace(lr_scale=4.0), DistributedStrategy()) == "synchronous at 4 times the learning rate"
+    sharded = DistributedStrategy(sharding=True, sharding_configs={"stage": 3, "blocks": ["a", "b"]})  # type: ignore[arg-type]  # a table
+    spread = sharded.replace(sharding_configs={"reshard_after_forward": False})
+    assert in_words(spread, sharded) == "sharding_configs.reshard_after_forward = false"
+    assert in_words(sharded, spread) == "sharding_configs.reshard_after_forward = true"
