@@ -72,6 +72,8 @@ class _Link:
     """Hears that the connection has broken."""
     unanswered: int = 0
     """Number of requests without an answer."""
+    heard_s: float = 0.0
+    """Time of the server's last message, or of the first request without an answer."""
     is_up: bool = False
     """The server has said something."""
     has_left: bool = False
@@ -93,6 +95,7 @@ class Links:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions, *, are_up: bool = False) -> None:
         """``are_up``: the servers are known to be there; else each has until its first word to come."""
         self.options = options
+        self._patience_s = max(options.timeout_s, options.startup_timeout_s)  # a checkpoint takes its time
         self.bytes_sent = 0
         self._poller = zmq.Poller()
         self._links = []
@@ -114,6 +117,8 @@ class Links:
     def ask(self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0) -> None:
         """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
         link = self._links[server]
+        if not link.unanswered:
+            link.heard_s = time.monotonic()
         link.unanswered += 1
         self._send(link, Head(kind, self.options.rank, rate=rate, count=count), tensors)
 
@@ -131,6 +136,9 @@ class Links:
                 if link.is_up and not link.has_left:
                     where, endpoint = link.place
                     raise self._told(broken(where, self.options.timeout_s, endpoint))
+            if link.unanswered and time.monotonic() > link.heard_s + self._patience_s:
+                hint = "its output says what it does; a server that writes a checkpoint says nothing: is its disk slow?"
+                raise self._told(WorkerFailed(f"has said nothing for {self._patience_s:g} s, though its process lives", *link.place, hint))
         return answers
 
     def wait(self, within_s: float) -> list[Answer]:
@@ -167,7 +175,7 @@ class Links:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            link.is_up = True
+            link.is_up, link.heard_s = True, time.monotonic()
             head, tensors = decode(frames)
             if head.kind == "stopped":
                 hint = "its own output says why; start the job again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -82,3 +83,25 @@ def test_a_trainer_hears_because_of_whom_all_stop(links: Links) -> None:
         hears(links, "stopped", why, b"rank 1")
     assert raised.value.where == "rank 1"
     assert links._links[0].socket.sent == [encode(Head("failed"), [why, b"rank 1"])]  # type: ignore[attr-defined]  # the fixture's
+
+
+def test_a_server_that_lives_and_says_nothing_is_named() -> None:
+    """Its process answers libzmq's heartbeats while its own loop hangs; a server that says something is waited for."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    options = TrainerOptions(rank=0, endpoints=(f"127.0.0.1:{port}",), timeout_s=0.4, startup_timeout_s=1.0)
+    made = Links(context, options, are_up=True)
+    try:
+        made.ask(0, "pull")
+        identity, *_ = server.recv_multipart()
+        begin = time.monotonic()
+        while time.monotonic() < begin + 1.5:
+            server.send_multipart([identity, *(bytes(part) for part in encode(Head("alive"), []))])
+            assert made.poll(0.1) == []
+        with pytest.raises(WorkerFailed, match="server 0: has said nothing for 1 s, though its process lives"):
+            made.settle()
+    finally:
+        made.close()
+        server.close(linger=0)
+        context.destroy(linger=0)
