@@ -95,7 +95,7 @@ class Links:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions, *, are_up: bool = False) -> None:
         """``are_up``: the servers are known to be there; else each has until its first word to come."""
         self.options = options
-        self._patience_s = max(options.timeout_s, options.startup_timeout_s)  # a checkpoint takes its time
+        self._patience_s = options.timeout_s + options.startup_timeout_s  # a checkpoint takes its time; ``wait`` ends before
         self.bytes_sent = 0
         self._poller = zmq.Poller()
         self._links = []
