@@ -99,7 +99,7 @@ def test_a_server_that_lives_and_says_nothing_is_named() -> None:
         while time.monotonic() < begin + 2.0:
             server.send_multipart([identity, *(bytes(part) for part in encode(Head("alive"), []))])
             assert made.poll(0.1) == []
-        with pytest.raises(WorkerFailed, match="server 0: has said nothing for 1.4 s, though its process lives"):
+        with pytest.raises(WorkerFailed, match=r"server 0: has said nothing for 1\.4 s, though its process lives"):
             made.settle()
     finally:
         made.close()
