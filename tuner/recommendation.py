@@ -256,10 +256,15 @@ class Recommendation(Annotated):
     def _verdict(self) -> str:
         if self.verdict == "KEEP DEFAULT":
             finalist = next((arm for arm in self.arms if arm.name == self.finalist), None)
-            what = "" if finalist is None else f"; {finalist.name} is {units.changes(finalist.strategy.changes(self.arms[0].strategy))}"
+            what = "" if finalist is None else f"; {finalist.name} is {self._changes(finalist.strategy)}"
             return f"KEEP DEFAULT{' (UNDECIDED)' if self.undecided else ''}: {self.reason}{what}"
         gain = self._gain(f"{self.speedup:.2f}x [{self.low:.2f}, {self.high:.2f}]", f"n = {len(self.pairs)} pairs")
-        return f"USE {units.changes(self.strategy.changes(self.arms[0].strategy))}: {gain}"
+        return f"USE {self._changes(self.strategy)}: {gain}"
+
+    def _changes(self, strategy: DistributedStrategy) -> str:
+        """Describe the strategy's changes from the default that ran, or from Fleet's defaults if none did."""
+        own = self.arms[0].strategy if self.arms else None
+        return units.changes(strategy.changes() and strategy.changes(own))
 
     def _gain(self, step: str, count: str) -> str:
         """Describe the gain in time to the target (updates times seconds per update), or per step."""

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import faults
@@ -57,8 +58,13 @@ def _experiment(**run: object) -> Experiment:
 
 def _workers() -> dict[int, psutil.Process]:
     """The forks that are ranks, by rank."""
-    named = ((process.name().split(), process) for process in psutil.Process().children(recursive=True))
-    return {int(words[1]): process for words, process in named if words[:1] == ["rank"]}
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            words = process.name().split()
+            if words[:1] == ["rank"]:
+                found[int(words[1])] = process
+    return found
 
 
 def _strike(rank: int, how: signal.Signals, happened: list[int]) -> Callable[[int, int], None]:
