@@ -513,7 +513,7 @@ class Engine:
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
         if self.executor.is_plain:
-            self.executor.note_plain(started(self._tell(BucketReady(bucket.id)))[0] for bucket in self.plan.buckets)
+            self.executor.note_plain([started(self._tell(BucketReady(bucket.id))) for bucket in self.plan.buckets])
 
     def _backward_ends(self) -> None:
         if not self._comes:

@@ -261,9 +261,9 @@ class Executor:
         lane, transfer = self._communicators.lane(operation.communicator), self.storage.transfer("gradient", bucket)
         self._plain.append(lane.submit(self._flight(operation, transfer), ()))
 
-    def note_plain(self, operations: Iterable[Operation]) -> None:
+    def note_plain(self, decided: Sequence[Operations]) -> None:
         """The strategy has answered to all buckets that were started."""
-        for operation, ticket in zip(operations, self._plain, strict=True):
+        for (operation,), ticket in zip(decided, self._plain, strict=True):  # one each, as ``is_plain`` says
             self._tickets[operation.id] = ticket
             self._stopwatch.sends(wire_bytes(operation, self._communicators.trainers))
         self._plain.clear()

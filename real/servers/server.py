@@ -302,7 +302,8 @@ class ParameterServer:
     def _look(self) -> None:
         """Find out who is gone, who has never come, and who keeps others waiting."""
         now, options = time.monotonic(), self.options
-        for rank, identity in self._joined.items():
+        waiting_for = {request.identity: rank for (rank, _), request in self._waiting.items()}  # a barrier has no limit
+        for identity, rank in {**waiting_for, **{identity: rank for rank, identity in self._joined.items()}}.items():
             self._send(identity, Head("alive", rank))
         for rank in self._gone:
             if rank not in self._state.left:

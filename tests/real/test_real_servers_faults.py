@@ -167,6 +167,20 @@ def test_a_connection_that_breaks_is_not_replaced() -> None:
         assert torch.equal(running.dense(), torch.full((3,), -10.0))
 
 
+def test_a_barrier_of_asynchronous_training_has_no_limit() -> None:
+    """A server that lets a trainer wait for another one says that it lives, however little patience the trainer has."""
+    with job(1, 2) as running:
+        trainings: dict[int, ServedTraining] = {}
+        together(*(lambda rank=rank: trainings.update({rank: counting(running, rank, served())[2]}) for rank in range(2)))  # type: ignore[misc]  # a default binds the loop's variable
+        trainings[0]._links._patience_s = 1.2
+
+        def late() -> None:
+            time.sleep(3.0)
+            trainings[1].barrier()
+
+        together(trainings[0].barrier, late)
+
+
 @pytest.mark.parametrize("strategy", [served(), served(2)], ids=["asynchronous", "geo_sgd"])
 def test_leaving_a_server_that_has_died_raises(strategy: DistributedStrategy) -> None:
     """The trainer names it; the other server lets the trainer go."""
