@@ -94,7 +94,7 @@ class BuildStrategy(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging(Config):
-    """What trainers average besides parameters when they take local steps."""
+    """State that trainers average besides parameters under local steps."""
 
     momentum: Literal["local", "reset", "average"] = "local"
     """Treatment of the momentum buffers (Adam's ``exp_avg``) when trainers average; other optimizer state is

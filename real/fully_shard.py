@@ -64,7 +64,7 @@ class ShardedModel:
             yield self._names[id(own.sharded_param)], own.sharded_param
 
     def gradients(self) -> list[Gradient]:
-        """What is trained, in the unit's widest type: the strategy says what travels in a narrower one."""
+        """Return the trained parameters' gradients in the unit's widest type; the strategy names narrower types on the wire."""
         return [
             Gradient(name=name, numel=own.numel(), dtype=str(dtypes_of(group).widest).removeprefix("torch."), ready=Nanoseconds(0))
             for group in self.groups()

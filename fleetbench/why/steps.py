@@ -29,7 +29,7 @@ _SELDOM = 0.5
 _OUTLIER = 0.2
 """Share of a median step by which occasional work exceeds its usual time."""
 _STALL = 2.0
-"""The same threshold for work at irregular intervals, which may be caused by another program."""
+"""The same share for work at irregular intervals, larger because another program may cause it."""
 _LEAST_GAPS, _REGULAR = 2, 0.6
 """Least number of intervals between steps with such work, and least share of them that are equal."""
 _STEADY = 0.75

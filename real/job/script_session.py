@@ -228,7 +228,7 @@ class ScriptSession(LegSession):
 
 
 def restart_part(strategy: DistributedStrategy) -> tuple[object, ...]:
-    """What a living process does not change well: mixed precision, compiled graphs, recompute, and arguments of ``fully_shard``."""
+    """Return the settings whose change needs a new launch: precision, compilation, recompute, arguments of ``fully_shard``."""
     spread = strategy.sharding_configs.reshard_after_forward
     of_calls = (strategy.fp16_allreduce, strategy.bf16_allreduce, None if type(spread) is bool else spread) if strategy.sharding else ()
     return (strategy.without(*KNOBS.keys() - named("restarts")), *of_calls)

@@ -101,7 +101,7 @@ class Failures:
     See the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
 
     ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at. ``note``: a
-    file that receives the failure of whoever failed first, for the launcher of this host.
+    file that receives the first failure, for the launcher of this host.
     """
 
     grace_s, alone_s = GRACE_S, ALONE_S

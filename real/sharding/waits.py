@@ -11,7 +11,7 @@ from typing import Any, Literal
 GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 """The module that gathers and scatters."""
 Exchange = Literal["gathers", "regathers", "gradients"]
-"""What is waited for: parameters, those that a backward gathers again, or scatters."""
+"""Exchange that compute waits for: gathered parameters, parameters gathered again for the backward, or scatters."""
 Waiting = Callable[[Exchange, Any], AbstractContextManager[Any]]
 """The context of a wait for parameters, as torch has them (``FSDPParam``)."""
 
@@ -44,7 +44,7 @@ def places(waiting: Waiting) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _waited(name: str, group: Any, async_op: bool = False) -> Exchange | None:
-    """What this call of a group's method waits for."""
+    """Return the exchange that a call of a group's method waits for; none if it does not wait."""
     gathered, is_on_host = group._all_gather_result, group.device.type == "cpu"  # noqa: SLF001  # torch has no public name for it
     if name == "finalize_backward":
         return None if is_on_host else "gradients"

@@ -84,7 +84,7 @@ class Engine:
     the first: so blocks that do the same are run side by side, from 0 ns each, and laid one after the
     other. A block whose ranks do not end together is run by itself, and the next ones after it, until they do.
 
-    Runs that differ in their draws alone, such as those of several seeds, are side by side, too: rows are blocks of the first
+    Runs that differ only in their random draws, such as those of several seeds, also run side by side: rows are blocks of the first
     run, then of the second. A block is run by itself in all of them where that is so in one.
     """
 

@@ -21,7 +21,7 @@ class TrainerState(NamedTuple):
     queued: int = 0
     """Number of gradients or recorded steps that the sender has not taken yet."""
     waits: Awaited | None = None
-    """What the trainer waits for: room in the sender's queue, parameters after a synchronous update,
+    """Reason for which the trainer waits: room in the sender's queue, parameters after a synchronous update,
     looked-up rows, or the end of a flush."""
     answers: int = 0
     """Number of servers that have answered the current look-up."""
