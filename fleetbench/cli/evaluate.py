@@ -1,147 +1,195 @@
-"""``fleetbench evaluate``: the last layer's vectors over a data set, compared with a service's."""
+"""``fleetbench evaluate``: an exported model's vectors over a data set, compared with those that a service returned.
+
+A file of vectors is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32 of one length).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fleetbench import units
 from fleetbench.cli import progress
-from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, load_experiment, number, whole
+from fleetbench.cli.options import Commands, add_command, add_json, add_overrides, load_with_notes, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
-from fleetbench.digests import write_whole
+from fleetbench.digests import atomic_write, reading, refuse_large_table, writing
 from fleetbench.errors import ConfigError, GateFailed
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pandas as pd
+
 TOLERANCE = 1e-4
-"""Tolerance between two errors: float32 sums in another order stay below it, half precision does not."""
+"""Largest share by which a vector may differ: float32 sums in another order stay below it, half precision does not."""
+WORST = 10
+"""Number of samples that a comparison lists."""
+
+
+class Vectors(NamedTuple):
+    """One vector per sample."""
+
+    ids: pd.Index[Any]
+    """Names of the samples, each once."""
+    numbers: npt.NDArray[np.float32]
+    """Vectors, shape ``(samples, length)``."""
 
 
 def register(commands: Commands) -> None:
     """Declare the command."""
-    parser = add_command(commands, "evaluate", "write a model's output over a data set; compare those of an online service", run)
-    add_experiment(parser)
-    weights = "the model's weights: .safetensors, .pt of a state_dict, or the folder of fleet.save_persistables"
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=weights)
+    parser = add_command(commands, "evaluate", "write an exported model's output over a data set; compare a service's", run)
+    model = "what fleet.save_inference_model or torch.export.save wrote; or vectors that are there, in Parquet"
+    parser.add_argument("model", type=Path, metavar="MODEL.pt2", help=model)
+    parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT.toml", help="its data are evaluated; default: the built-in quickstart")
+    add_overrides(parser, "of the file, such as workload.batch_size=64")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
     parser.add_argument("--samples", type=whole(1), metavar="N", help="the first N samples only; default: all")
-    stored = "evaluate nothing, but compare these: an evaluation's folder, or a file of vectors"
-    parser.add_argument("--vectors", type=Path, metavar="OFFLINE", help=stored)
+    parser.add_argument("--to", type=Path, metavar="FILE.parquet", help="keep the model's vectors in this file")
     service = "compare with what a service returned for the same samples, in Parquet; exit with 1 beyond the tolerance"
-    parser.add_argument("--against", type=Path, metavar="ONLINE", help=service)
+    parser.add_argument("--against", type=Path, metavar="ONLINE.parquet", help=service)
     gate = f"largest difference that passes, as a share of the offline vector's largest magnitude; default: {TOLERANCE:g}"
     parser.add_argument("--tolerance", type=number("a share of at least 0", 0), default=TOLERANCE, metavar="X", help=gate)
-    add_json(parser, "the evaluation's summary.json, or the comparison's figures under `comparison`,")
+    parser.set_defaults(strategy=None)
+    add_json(parser, "the comparison's figures")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, compare, or both.
-
-    Raises ``GateFailed``, after the table, for differences beyond the tolerance.
-    """
-    _refuse_contradictions(arguments)
-    from fleetbench.vectors import compare_vectors, read_vectors
-
+    """Evaluate, compare, or both. Raises ``GateFailed``, after the table, for differences beyond the tolerance."""
+    if arguments.against is None and arguments.to is None:
+        hint = "--to FILE.parquet keeps the vectors, --against ONLINE.parquet compares them"
+        raise ConfigError("nothing is asked for", "evaluate", str(arguments.model), hint)
     online = None if arguments.against is None else read_vectors(arguments.against)  # read first: the evaluation may take hours
-    folder: Path | None = None
-    summary: dict[str, Any] = {}
-    if arguments.vectors is None:
-        folder, summary = _evaluated(arguments)
-    comparison = None
-    if online is not None:
-        comparison = compare_vectors(read_vectors(folder or arguments.vectors), online, arguments.tolerance)
-        if folder is not None:
-            write_whole(folder / "comparison.json", json.dumps(comparison, indent=1))
-        summary |= {"comparison": comparison}
+    offline = evaluated(arguments) if arguments.model.suffix == ".pt2" else read_vectors(arguments.model)
+    if arguments.to is not None:
+        write_vectors(arguments.to, offline)
+        say(f"vectors: {arguments.to}, {len(offline.ids):,} of {offline.numbers.shape[1]:,} numbers")
+    if online is None:
+        return 0
+    found = compare(offline, online, arguments.against)
+    num_past = int((~(found["largest"] <= arguments.tolerance)).sum())
+    summary = {"samples": len(found), "length": offline.numbers.shape[1], "tolerance": arguments.tolerance, "num_past": num_past}
+    summary |= {"num_equal": int((found["largest"] == 0).sum())}
+    summary |= {name: {"max": found[name].max(skipna=False), "mean": found[name].mean(skipna=False)} for name in ("largest", "euclidean")}
+    worst = found.sort_values("largest", ascending=False, na_position="first").head(WORST)
     if arguments.json:
-        emit(json.dumps(summary, indent=1))
+        text = json.dumps(summary | {"worst": worst.reset_index().to_dict("records")})
+        emit(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1))
     else:
-        if folder is not None:
-            _print_evaluation(summary)
-        if comparison is not None:
-            _print_comparison(comparison)
-    if folder is not None:
-        (say if arguments.json else emit)(f"vectors: {folder}")
-    if comparison is not None and not comparison["passed"]:
-        what = f"{comparison['num_past']} of {comparison['samples']} samples differ by more than {comparison['tolerance']:g}"
+        _print(summary, worst)
+    if num_past:
         hint = (
-            "shares up to 1e-5 are the order of float32 sums, and up to 1e-2 half precision; "
-            "more is usually another checkpoint, preprocessing or layer in the service"
+            "shares up to 1e-5 are the order of float32 sums, up to 1e-2 half precision; more: another checkpoint, preprocessing or layer"
         )
-        raise GateFailed(what, "evaluate --against", f"worst: {comparison['worst'][0]['id']!r}", hint)
+        what = f"{num_past} of {len(found)} samples differ by more than {arguments.tolerance:g}"
+        raise GateFailed(what, "evaluate --against", f"worst: {worst.index[0]!r}", hint)
     return 0
 
 
-def _evaluated(arguments: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    experiment = load_experiment(arguments)
-    from fleetbench.result import SCHEMA
-    from fleetbench.store import new_folder
-    from fleetbench.vectors import FILE
-    from real.evaluation import evaluate
+def evaluated(arguments: argparse.Namespace) -> Vectors:
+    """Return the exported model's outputs for the experiment's samples, in the data's own order, by their positions or their paths."""
+    import numpy as np
+    import pandas as pd
+    import torch
 
-    with progress.steps("evaluate") as advance, new_folder(experiment, "evaluate", arguments.out) as (folder, manifest):
-        found = evaluate(
-            experiment,
-            folder / FILE,
-            checkpoint=arguments.checkpoint,
-            samples=arguments.samples,
-            progress=advance,
-        )
-        summary = {
-            "schema": SCHEMA,
-            "executor": "evaluate",
-            "name": experiment.name,
-            "experiment": experiment.digest(),
-            "run_id": manifest["run_id"],
-            "device": experiment.run.device,
-            "seed": experiment.run.seed,
-            "batch_size": experiment.workload.batch_size,
-            "dtype": "float32",
-            **found,
-            "samples_per_s": found["samples"] / found["wall_s"],
-        }
-        experiment.save(folder / "experiment.toml")
-        write_whole(folder / "summary.json", json.dumps(summary, indent=1))
-        checkpoint = {"path": found["checkpoint"], "sha256": found["checkpoint_sha256"]}
-        manifest |= {"kind": "evaluation", "checkpoint": checkpoint, "host_s": found["wall_s"]}
-    return folder, summary
+    from fleetbench.workloads.data.evaluated import samples_of
+
+    experiment, notes = load_with_notes(arguments)
+    for text in notes:
+        say(f"note: {text}")
+    ids, read = samples_of(experiment.workload, experiment.run.seed)
+    num = arguments.samples or len(ids)
+    if num > len(ids):
+        raise ConfigError("is more than the data have", "--samples", str(num), f"at most {len(ids)}, or omit it for all")
+    with reading(arguments.model, "an exported model: fleet.save_inference_model or torch.export.save write one", Exception):
+        model = torch.export.load(arguments.model).module()
+    outputs, size = [], experiment.workload.batch_size
+    with progress.steps("evaluate") as advance, torch.inference_mode():
+        for first in range(0, num, size):
+            last = min(first + size, num)
+            try:
+                output = model(read(first, last))
+            except (RuntimeError, AssertionError, TypeError) as error:  # its guards, or the first operation that the data do not fit
+                hint = "name the experiment whose data the model takes; export it with batches of any size, and evaluation divides those"
+                said = str(error).strip().partition("\n")[0]
+                raise ConfigError(f"does not take these data: {said}", str(arguments.model), experiment.workload.data, hint) from error
+            outputs.append(output.reshape(last - first, -1).float().numpy())
+            if advance is not None:
+                advance(last, num)
+    return Vectors(_unique(pd.Index(ids[:num]), "workload.data"), np.concatenate(outputs))
 
 
-def _print_evaluation(summary: dict[str, Any]) -> None:
-    emit(f"{summary['name']}: {summary['model']} on {summary['data']}, device {summary['device']}")
-    emit(f"  weights: {summary['checkpoint']}")
-    rate = f"{summary['samples_per_s']:,.0f} samples per second"
-    emit(f"  {summary['samples']:,} vectors of {summary['length']:,} numbers, batches of {summary['batch_size']}, {rate}")
-    if summary["num_not_finite"]:
-        emit(f"  WARNING: {summary['num_not_finite']:,} vectors hold NaN or infinity")
+def write_vectors(path: Path, vectors: Vectors) -> None:
+    """Write vectors as Parquet, whole or not at all."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numbers.reshape(-1)), vectors.numbers.shape[1])  # NaN stays NaN
+    with writing(path), atomic_write(path) as partial:
+        parquet.write_table(pa.table({"id": pa.array(vectors.ids, pa.string()), "vector": lists}), partial)
 
 
-def _print_comparison(found: dict[str, Any]) -> None:
-    """Print the figures over all samples, the worst samples, and whether they pass."""
+def read_vectors(path: Path) -> Vectors:
+    """Read a file of vectors. Raises ``ConfigError`` for other columns or types, several lengths, and an id that comes twice."""
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from pyarrow import parquet
 
-    def short(value: float | None, form: str = ".2e") -> str:
-        return units.NONE if value is None else f"{value:{form}}"
+    hint = "Parquet with the columns id (text or whole numbers) and vector (lists of float32 of one length), nothing missing"
+    with reading(path, hint, pa.ArrowException):
+        refuse_large_table(path, str(path))
+        table = parquet.read_table(path)
+    ids, vectors = (table.schema.field(name).type if name in table.schema.names else pa.null() for name in ("id", "vector"))
+    is_named = pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids)
+    if not is_named or getattr(vectors, "value_type", None) != pa.float32():  # no silent casts
+        raise ConfigError("has no such columns", str(path), str(table.schema.remove_metadata()).replace("\n", ", "), hint)
+    lengths, numbers = pc.unique(pc.list_value_length(table["vector"])).to_pylist(), pc.list_flatten(table["vector"])
+    if len(lengths) != 1 or not lengths[0] or table["id"].null_count or numbers.null_count:
+        raise ConfigError("has vectors of several lengths, none, or missing numbers", str(path), f"lengths {lengths[:4]}", hint)
+    index = pd.Index(map(str, table["id"].to_pylist()))
+    return Vectors(_unique(index, str(path)), numbers.to_numpy().reshape(len(table), lengths[0]))
 
-    emit(f"offline: {found['offline']}\nonline:  {found['online']}")
-    emit(f"cosine: lowest {short(found['lowest_cosine'], '.9f')}, mean {short(found['mean_cosine'], '.9f')}")
-    for name, spread in (("largest difference", found["difference"]), ("as a share of the largest magnitude", found["relative"])):
-        emit(f"{name}: worst {short(spread['max'])}, p95 {short(spread['p95'])}, mean {short(spread['mean'])}")
-    differing = [item for item in found["worst"] if item["difference"] != 0]
-    if differing:
-        table = new_table("the worst samples", "sample", "cosine", "difference", "share", "at number", "offline", "online")
-        for item in differing:
-            cells = [short(item["cosine"], ".9f"), short(item["difference"]), short(item["relative"]), str(item["component"])]
-            table.add_row(item["id"], *cells, *(short(item[side], ".7g") for side in ("offline", "online")))
+
+def compare(offline: Vectors, online: Vectors, source: Path) -> pd.DataFrame:
+    """Return, by sample: the difference in the maximum norm and in the Euclidean one, as shares of the offline vector's, and its place.
+
+    NaN where a number is not finite, and infinite where only the offline vector is zero. Raises ``ConfigError`` for samples that only
+    one side has, and for vectors of another length.
+    """
+    import numpy as np
+    import pandas as pd
+
+    lacks, unknown = offline.ids.difference(online.ids), online.ids.difference(offline.ids)
+    if len(lacks) or len(unknown):
+        what = f"{len(lacks)} of {len(offline.ids)} samples have no vector, and {len(unknown)} were not evaluated"
+        hint = "ask the service for every sample, or evaluate only the first N by --samples N"
+        raise ConfigError(what, str(source), ", ".join(map(repr, [*lacks[:3], *unknown[:3]])), hint)
+    if offline.numbers.shape[1] != online.numbers.shape[1]:
+        hint = f"both of one layer of one model: the offline vectors have {offline.numbers.shape[1]}"
+        raise ConfigError("has vectors of another length", str(source), f"{online.numbers.shape[1]} numbers", hint)
+    own, other = (each.astype(np.float64) for each in (offline.numbers, online.numbers[online.ids.get_indexer(offline.ids)]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = own - other
+        norms = {"largest": np.inf, "euclidean": 2}
+        sizes = {name: [np.linalg.norm(each, order, axis=1) for each in (apart, own)] for name, order in norms.items()}
+        shares = {name: np.where(apart_size == 0, 0.0, apart_size / size) for name, (apart_size, size) in sizes.items()}
+    return pd.DataFrame({**shares, "at": np.abs(apart).argmax(axis=1)}, index=offline.ids.rename("id"))
+
+
+def _unique(ids: pd.Index[Any], where: str) -> pd.Index[Any]:
+    if not ids.is_unique:
+        raise ConfigError("a sample comes twice", where, repr(ids[ids.duplicated()][0]), "one vector for every id")
+    return ids
+
+
+def _print(summary: dict[str, Any], worst: pd.DataFrame) -> None:
+    for name, words in (("largest", "largest difference"), ("euclidean", "Euclidean difference")):
+        emit(f"{words}, as a share of the offline vector's: worst {summary[name]['max']:.2e}, mean {summary[name]['mean']:.2e}")
+    if summary["num_equal"] < summary["samples"]:
+        table = new_table("the worst samples", "sample", "largest", "at number", "Euclidean")
+        for sample, row in worst.iterrows():
+            table.add_row(str(sample), f"{row['largest']:.2e}", f"{row['at']:.0f}", f"{row['euclidean']:.2e}")
         emit_table(table)
-    not_finite = f", {found['num_not_finite']:,} with NaN or infinity" if found["num_not_finite"] else ""
-    verdict = "all within" if found["passed"] else f"{found['num_past']:,} past"
-    emit(f"{found['samples']:,} samples ({found['num_equal']:,} equal{not_finite}): {verdict} the tolerance of {found['tolerance']:g}")
-
-
-def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    if arguments.against is None and arguments.vectors is not None:
-        hint = "--against ONLINE names what a service returned"
-        raise ConfigError("there is nothing to compare with", "--vectors", str(arguments.vectors), hint)
-    if arguments.vectors is not None and (arguments.experiment or arguments.overrides or arguments.checkpoint or arguments.samples):
-        hint = "drop the experiment, --set, --checkpoint and --samples, or --vectors"
-        raise ConfigError("nothing is evaluated where vectors are given", "--vectors", str(arguments.vectors), hint)
+    verdict = f"{summary['num_past']:,} past" if summary["num_past"] else "all within"
+    emit(f"{summary['samples']:,} samples ({summary['num_equal']:,} equal): {verdict} the tolerance of {summary['tolerance']:g}")

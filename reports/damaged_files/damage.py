@@ -28,9 +28,9 @@ import numpy as np
 import pandas as pd
 from optuna.trial import Trial, TrialState
 
+from fleetbench.cli.evaluate import Vectors, read_vectors, write_vectors
 from fleetbench.cli.main import main
 from fleetbench.cluster import Link
-from fleetbench.digests import MANIFEST, digests_of, sealed_json
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
@@ -40,7 +40,6 @@ from fleetbench.recommended import keep, text_of
 from fleetbench.result import RunResult
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.vectors import read_vectors, write_vectors
 from sim.run import simulate
 from tuner.evidence import Evidence, Outcome
 from tuner.folder import Folder
@@ -85,7 +84,6 @@ def cases(folder: Path) -> Iterator[Case]:
     """All formats, written below ``folder``."""
     yield from _runs(folder / "runs")
     yield from _settings(folder / "settings")
-    yield from _evaluations(folder / "evaluations")
     yield from _tunings(folder / "tunings")
     yield from _foreign(folder / "foreign")
     yield from _studies(folder / "studies")
@@ -149,20 +147,9 @@ def profile_of() -> Profile:
     return Profile(machine="a machine", created="2025-01-01", tables=tables, communication=communication)
 
 
-def _evaluations(folder: Path) -> Iterator[Case]:
-    folder.mkdir()
-    write_vectors(folder / "vectors.parquet", [str(place) for place in range(40)], np.arange(320, dtype=np.float32).reshape(40, 8) / 7)
-    experiment_of().save(folder / "experiment.toml")
-    (folder / "summary.json").write_text(json.dumps({"schema": 1, "samples": 40}))
-    (folder / MANIFEST).write_text(sealed_json({"schema": 1, "kind": "evaluation", "files": digests_of(folder)}))
-    for file in sorted(folder.iterdir()):
-        yield Case(f"evaluation/{file.name}", file, lambda: _vectors(folder))
-    yield Case("evaluation's vectors.parquet, named itself", folder / "vectors.parquet", lambda: _vectors(folder / "vectors.parquet"))
-
-
 def _vectors(path: Path) -> tuple[tuple[str, ...], bytes]:
     found = read_vectors(path)
-    return found.ids, np.asarray(found.values).tobytes()  # no table
+    return tuple(found.ids), found.numbers.tobytes()
 
 
 def _tunings(folder: Path) -> Iterator[Case]:
@@ -229,7 +216,8 @@ def _foreign(folder: Path) -> Iterator[Case]:
         experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
         yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
     vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
-    write_vectors(folder / "v.parquet", [name for name, _ in vectors], np.array([vector for _, vector in vectors], np.float32))
+    own = Vectors(pd.Index([name for name, _ in vectors]), np.array([vector for _, vector in vectors], np.float32))
+    write_vectors(folder / "v.parquet", own)
     for file in sorted(folder.glob("v.*")):
         yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)
     experiment_of().save(folder / "own.toml")

@@ -1,4 +1,4 @@
-"""``fleetbench evaluate``: vectors of a perceptron whose numbers numpy gives too, and services that are right, wrong or incomplete."""
+"""``fleetbench evaluate``: an exported perceptron whose numbers numpy gives too, and services that are right, wrong or incomplete."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 SAMPLES = 30
+GENERATOR = np.random.default_rng(4)
+WEIGHTS = {
+    name: GENERATOR.standard_normal(shape)
+    for name, shape in {"0.weight": (4, 5), "0.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}.items()
+}
 
 EXPERIMENT = f"""\
 name = "served"
@@ -27,156 +33,206 @@ seed = 2
 """
 
 
+def _export(model: torch.nn.Module, example: torch.Tensor, path: Path) -> None:
+    batch = {0: torch.export.Dim("batch")}
+    torch.export.save(torch.export.export(model.eval(), (example,), dynamic_shapes=(batch,)), path)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported perceptron, by a user of torch alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in WEIGHTS.items()})
+    path = tmp_path_factory.mktemp("program") / "m.pt2"
+    _export(model, torch.zeros(2, 5), path)
+    return path
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an experiment and its weights, to work in."""
+def place(tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an experiment and an exported model, to work in."""
     (tmp_path / "served.toml").write_text(EXPERIMENT, encoding="utf-8")
-    generator = np.random.default_rng(4)
-    shapes = {"1.weight": (4, 5), "1.bias": (4,), "3.weight": (3, 4), "3.bias": (3,)}
-    torch.save({name: torch.from_numpy(generator.standard_normal(shape)).float() for name, shape in shapes.items()}, tmp_path / "m.pt")
+    (tmp_path / "m.pt2").write_bytes(program.read_bytes())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def _outputs(place: Path) -> np.ndarray:
+def _outputs() -> np.ndarray:
     """What any server of these weights would return, in float64."""
-    weights = {name: value.double().numpy() for name, value in torch.load(place / "m.pt", weights_only=True).items()}
     inputs = np.random.Generator(np.random.Philox(key=[2, 1])).standard_normal((SAMPLES, 5))
-    return np.maximum(inputs @ weights["1.weight"].T + weights["1.bias"], 0) @ weights["3.weight"].T + weights["3.bias"]
+    return np.maximum(inputs @ WEIGHTS["0.weight"].T + WEIGHTS["0.bias"], 0) @ WEIGHTS["2.weight"].T + WEIGHTS["2.bias"]
 
 
 def _service(place: Path, vectors: np.ndarray, ids: list[int] | None = None) -> Path:
     """What the service returned, a row a sample, the last one first."""
     path = place / "online.parquet"
     ids = list(range(len(vectors))) if ids is None else ids
-    pd.DataFrame({"id": ids[::-1], "vector": list(vectors[::-1].astype(np.float32))}).to_parquet(path)
+    lists = pa.array(vectors[::-1].astype(np.float32).tolist(), pa.list_(pa.float32()))
+    pq.write_table(pa.table({"id": ids[::-1], "vector": lists}), path)
     return path
 
 
-def _folder(place: Path) -> Path:
-    (folder,) = (place / "runs").iterdir()
-    return folder
-
-
-def test_an_evaluation_is_a_run_folder(command: Callable, place: Path) -> None:
-    """Its vectors are numpy's; the resolved experiment, the summary that is printed, and the manifest lie beside them."""
-    ended = command("evaluate", "served.toml", "--checkpoint", "m.pt", "--json")
+def test_vectors_are_those_of_the_model(command: Callable, place: Path) -> None:
+    """They are numpy's numbers, in the data's order, by position; the file is what any reader of Parquet expects."""
+    ended = command("evaluate", "m.pt2", "served.toml", "--to", "v.parquet")
     assert ended.code == 0, ended.err
-    folder = _folder(place)
-    assert folder.name.startswith("served-evaluate-")
-    assert sorted(path.name for path in folder.iterdir()) == ["experiment.toml", "manifest.json", "summary.json", "vectors.parquet"]
-    table = pq.read_table(folder / "vectors.parquet")
+    assert f"v.parquet, {SAMPLES} of 3 numbers" in ended.err
+    table = pq.read_table(place / "v.parquet")
     assert table.column("id").to_pylist() == [str(row) for row in range(SAMPLES)]
-    np.testing.assert_allclose(table.column("vector").to_pylist(), _outputs(place), rtol=0, atol=2e-6)
-    summary = json.loads(ended.out)
-    assert summary == json.loads((folder / "summary.json").read_text())
-    assert (summary["executor"], summary["samples"], summary["length"], summary["dtype"]) == ("evaluate", SAMPLES, 3, "float32")
-    assert summary["data"] == "synthetic"
-    assert folder.name == f"served-evaluate-{summary['experiment']}-{summary['run_id']}"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["kind"], manifest["run_id"]) == ("evaluation", summary["run_id"])
-    assert manifest["checkpoint"]["sha256"] == summary["checkpoint_sha256"]
-    assert {"host", "versions", "commit", "environment", "host_s", "schema"} <= manifest.keys()
-    assert folder.name in ended.err
-    again = command("evaluate", folder / "experiment.toml", "--checkpoint", "m.pt", "--out", place / "again")
-    assert again.code == 0
-    assert f"{SAMPLES} vectors of 3 numbers" in again.out
-    (second,) = (place / "again").iterdir()
-    assert (second / "vectors.parquet").read_bytes() == (folder / "vectors.parquet").read_bytes()
+    np.testing.assert_allclose(table.column("vector").to_pylist(), _outputs(), rtol=0, atol=2e-6)
+    ended = command("evaluate", "m.pt2", "served.toml", "--to", "first.parquet", "--samples", "9")
+    np.testing.assert_allclose(pq.read_table("first.parquet").column("vector").to_pylist(), _outputs()[:9], rtol=0, atol=2e-6)
 
 
 def test_a_service_that_is_right_passes(command: Callable, place: Path) -> None:
-    """In another order, with float64's digits: within the default tolerance, and the figures lie beside the vectors."""
-    ended = command("evaluate", "served.toml", "--checkpoint", "m.pt", "--against", _service(place, _outputs(place)))
+    """In another order, with float64's digits: within the default tolerance."""
+    ended = command("evaluate", "m.pt2", "served.toml", "--against", _service(place, _outputs()))
     assert ended.code == 0, ended.err
     assert "all within the tolerance of 0.0001" in ended.out
-    comparison = json.loads((_folder(place) / "comparison.json").read_text())
-    assert comparison["passed"] is True
-    assert comparison["lowest_cosine"] == pytest.approx(1.0, abs=1e-10)
 
 
-@pytest.mark.parametrize("tolerance", [(), ("--tolerance", "0.01")])
-def test_a_wrong_sample_is_named(command: Callable, place: Path, tolerance: tuple[str, ...]) -> None:
-    """One number of sample 17 is off by half of the vector's largest: exit code 1, that sample first, and the table is printed."""
-    vectors = _outputs(place)
+def test_a_wrong_sample_is_named(command: Callable, place: Path) -> None:
+    """One number of sample 17 is off by half of the vector's largest: exit code 1, that sample first, and both norms are numpy's."""
+    vectors, right = _outputs(), _outputs()
     largest = np.abs(vectors[17]).max()
     vectors[17, 1] += largest / 2
     online = _service(place, vectors)
-    ended = command("evaluate", "served.toml", "--checkpoint", "m.pt", "--against", online, *tolerance)
+    ended = command("evaluate", "m.pt2", "served.toml", "--against", online, "--to", "v.parquet")
     assert ended.code == 1
     assert f"1 of {SAMPLES} samples differ by more than" in ended.err
     assert "'17'" in ended.err
-    worst = ended.out.partition("the worst samples")[2]
-    first = next(line for line in worst.splitlines() if line.startswith("│"))
-    assert [cell.strip() for cell in first.split("│")][1:6:2] == ["17", f"{largest / 2:.2e}", "1"]
-    ended = command("evaluate", "--vectors", _folder(place), "--against", online, "--json", *tolerance)
+    first = next(line for line in ended.out.splitlines() if line.startswith("│"))
+    assert [cell.strip() for cell in first.split("│")][1:4] == ["17", "5.00e-01", "1"]
+    ended = command("evaluate", "v.parquet", "--against", online, "--json")
     assert ended.code == 1
-    comparison = json.loads(ended.out)["comparison"]
-    assert comparison["worst"][0]["id"] == "17"
-    assert comparison["worst"][0]["relative"] == pytest.approx(0.5, rel=1e-5)
-    assert comparison["num_past"] == 1
-    assert command("evaluate", "--vectors", _folder(place), "--against", online, "--tolerance", "0.51").code == 0
+    found = json.loads(ended.out)
+    assert (found["num_past"], found["samples"], found["worst"][0]["id"], found["worst"][0]["at"]) == (1, SAMPLES, "17", 1)
+    assert found["worst"][0]["largest"] == pytest.approx(0.5, rel=1e-5)
+    assert found["euclidean"]["max"] == pytest.approx(largest / 2 / np.linalg.norm(right[17]), rel=1e-5)
+    assert command("evaluate", "v.parquet", "--against", online, "--tolerance", "0.51").code == 0
 
 
 def test_half_precision_is_told_from_another_order_of_sums(command: Callable, place: Path) -> None:
     """Vectors that were rounded to half precision on their way are past the default tolerance, and within a per cent."""
-    online = _service(place, _outputs(place).astype(np.float16).astype(np.float64))
-    assert command("evaluate", "served.toml", "--checkpoint", "m.pt", "--against", online).code == 1
-    assert command("evaluate", "--vectors", _folder(place), "--against", online, "--tolerance", "0.01").code == 0
+    online = _service(place, _outputs().astype(np.float16).astype(np.float64))
+    assert command("evaluate", "m.pt2", "served.toml", "--against", online).code == 1
+    assert command("evaluate", "m.pt2", "served.toml", "--against", online, "--tolerance", "0.01").code == 0
 
 
 def test_files_are_compared_without_a_model(command: Callable, place: Path) -> None:
-    """Equal files pass a tolerance of nothing; no folder is made."""
-    online = _service(place, _outputs(place))
-    ended = command("evaluate", "--vectors", online, "--against", online, "--tolerance", "0")
+    """Equal files pass a tolerance of nothing; vectors of zeros are equal, too."""
+    vectors = _outputs()
+    vectors[3] = 0
+    online = _service(place, vectors)
+    ended = command("evaluate", online, "--against", online, "--tolerance", "0")
     assert ended.code == 0
     assert f"({SAMPLES} equal)" in ended.out
-    assert not (place / "runs").exists()
 
 
-def test_samples_that_are_missing_are_bad_usage(command: Callable, place: Path) -> None:
-    """Exit code 2, with what to do; the vectors were worth their time and stay. The first samples alone may be asked for."""
-    online = _service(place, _outputs(place)[:20])
-    ended = command("evaluate", "served.toml", "--checkpoint", "m.pt", "--against", online)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_never_passes(command: Callable, place: Path, value: float) -> None:
+    """Not even beside itself; in JSON it is null."""
+    vectors = _outputs()
+    vectors[5, 0] = value
+    online = _service(place, vectors)
+    ended = command("evaluate", online, "--against", online, "--json", "--tolerance", "1e9")
+    assert ended.code == 1
+    found = json.loads(ended.out)
+    assert (found["num_past"], found["worst"][0]["id"], found["worst"][0]["largest"]) == (1, "5", None)
+
+
+def test_samples_that_one_side_lacks_are_bad_usage(command: Callable, place: Path) -> None:
+    """Exit code 2, with what to do. The first samples alone may be asked for."""
+    online = _service(place, _outputs()[:20])
+    ended = command("evaluate", "m.pt2", "served.toml", "--against", online, "--to", "v.parquet")
     assert ended.code == 2
     assert f"10 of {SAMPLES} samples have no vector" in ended.err
     assert "--samples N" in ended.err
-    assert (_folder(place) / "manifest.json").is_file()
-    ended = command("evaluate", "served.toml", "--checkpoint", "m.pt", "--against", online, "--samples", "20", "--out", place / "first")
-    assert ended.code == 0, ended.err
-    twice = _service(place, _outputs(place), [*range(SAMPLES - 1), 0])
-    ended = command("evaluate", "served.toml", "--checkpoint", "m.pt", "--against", twice, "--out", place / "twice")
+    assert (place / "v.parquet").exists()  # it was worth its time
+    assert command("evaluate", "m.pt2", "served.toml", "--against", online, "--samples", "20").code == 0
+    ended = command("evaluate", "m.pt2", "served.toml", "--against", online, "--samples", "10")
+    assert ended.code == 2
+    assert "10 were not evaluated" in ended.err
+    twice = _service(place, _outputs(), [*range(SAMPLES - 1), 0])
+    ended = command("evaluate", "m.pt2", "served.toml", "--against", twice, "--to", "twice.parquet")
     assert ended.code == 2
     assert "a sample comes twice" in ended.err
-    assert not (place / "twice").exists()  # it was read before anything was evaluated
+    assert not (place / "twice.parquet").exists()  # it was read before anything was evaluated
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("served.toml",), "has random parameters"),
-        (("served.toml", "--checkpoint", "absent.pt"), "no such file"),
-        (("served.toml", "--checkpoint", "m.pt", "--samples", "31"), "is more than the data have"),
-        (("served.toml", "--checkpoint", "m.pt", "--set", "workload.model_options.hidden=5"), "has another shape"),
-        (("served.toml", "--checkpoint", "m.pt", "--against", "absent.parquet"), "cannot be read"),
-        (("--vectors", "a.parquet"), "nothing to compare with"),
-        (("served.toml", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
-        (("--checkpoint", "m.pt", "--vectors", "a.parquet", "--against", "b.parquet"), "nothing is evaluated"),
+        (("m.pt2", "served.toml"), "nothing is asked for"),
+        (("absent.pt2", "served.toml", "--to", "v.parquet"), "cannot be read"),
+        (("damaged.pt2", "served.toml", "--to", "v.parquet"), "is damaged"),
+        (("m.pt2", "served.toml", "--samples", "31", "--to", "v.parquet"), "is more than the data have"),
+        (("m.pt2", "served.toml", "--set", "workload.model_options.features=6", "--to", "v.parquet"), "does not take these data"),
+        (("m.pt2", "served.toml", "--against", "absent.parquet"), "cannot be read"),
+        (("m.pt2", "served.toml", "--against", "damaged.pt2"), "is damaged"),
     ],
 )
 def test_bad_usage_leaves_nothing(command: Callable, place: Path, arguments: tuple[str, ...], said: str) -> None:
-    """Exit code 2, a message with a hint, no run folder."""
+    """Exit code 2, a message with a hint, no file."""
+    (place / "damaged.pt2").write_bytes((place / "m.pt2").read_bytes()[:-1000])
+    before = sorted(place.iterdir())
     ended = command("evaluate", *arguments)
     assert ended.code == 2, ended
     assert said in ended.err
     assert "HINT: " in ended.err
     assert ended.out == ""
-    assert not (place / "runs").exists()
+    assert sorted(place.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"id": ["a"], "vector": pa.array([[1.0]], pa.list_(pa.float64()))},
+        {"id": [1.5], "vector": pa.array([[1.0]], pa.list_(pa.float32()))},
+        {"name": ["a"], "vector": pa.array([[1.0]], pa.list_(pa.float32()))},
+        {"id": ["a", "b"], "vector": pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))},
+        {"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32()))},
+        {"id": ["a"], "vector": pa.array([[None]], pa.list_(pa.float32()))},
+        {"id": ["a", None], "vector": pa.array([[1.0], [1.0]], pa.list_(pa.float32()))},
+        {"id": pa.array([], pa.string()), "vector": pa.array([], pa.list_(pa.float32()))},
+    ],
+    ids=["float64", "fractions", "other_names", "lengths", "no_vector", "no_number", "no_id", "empty"],
+)
+def test_columns_that_are_no_vectors_are_refused(command: Callable, tmp_path: Path, columns: dict[str, list]) -> None:
+    """Nothing is cast, filled or left out."""
+    pq.write_table(pa.table(columns), tmp_path / "v.parquet")
+    ended = command("evaluate", tmp_path / "v.parquet", "--against", tmp_path / "v.parquet")
+    assert ended.code == 2
+    assert "v.parquet: has" in ended.err
+
+
+def test_pictures_go_by_their_paths(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of val.txt in its order, by the path that was found; one-coloured pictures have ImageNet's normalised colour."""
+    root, colours = tmp_path / "pictures", [(10, 200, 30), (0, 0, 255), (90, 91, 92)]
+    (root / "val").mkdir(parents=True)
+    for number, colour in enumerate(colours):
+        Image.new("RGB", (40 + number, 50), colour).save(root / "val" / f"{number}.png")
+    (root / "val.txt").write_text("2.png 0\nval/0.png 1\n1.png 0\n")
+    monkeypatch.chdir(tmp_path)
+    _export(torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), torch.zeros(2, 3, 16, 16), tmp_path / "colour.pt2")
+    (tmp_path / "e.toml").write_text(
+        f'name = "e"\n[workload]\nmodel = "resnet50"\ndata = "imagenet:{root}"\ndata_options = {{ image_size = 16 }}\nbatch_size = 2\n'
+    )
+    ended = command("evaluate", "colour.pt2", "e.toml", "--to", "v.parquet")
+    assert ended.code == 0, ended.err
+    table = pq.read_table("v.parquet")
+    assert table.column("id").to_pylist() == ["val/2.png", "val/0.png", "val/1.png"]
+    expected = (np.array([colours[place] for place in (2, 0, 1)]) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    np.testing.assert_allclose(table.column("vector").to_pylist(), expected, rtol=0, atol=1e-5)
+    (root / "val" / "1.png").write_bytes(b"no picture")
+    ended = command("evaluate", "colour.pt2", "e.toml", "--to", "w.parquet")
+    assert ended.code == 2
+    assert "val.txt:3" in ended.err
 
 
 @pytest.mark.parametrize("arguments", [("--tolerance", "-1"), ("--tolerance", "nan"), ("--samples", "0")])
 def test_numbers_out_of_range_are_refused_by_the_parser(command: Callable, arguments: tuple[str, ...]) -> None:
     """With where the usage is."""
-    ended = command("evaluate", *arguments)
+    ended = command("evaluate", "m.pt2", *arguments)
     assert ended.code == 2
     assert ended.err.endswith("HINT: fleetbench evaluate --help\n")

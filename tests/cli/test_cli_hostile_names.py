@@ -94,7 +94,7 @@ def test_ids_of_samples(name: str, shown: str, command: Callable, tmp_path: Path
     """``evaluate`` shows the worst samples, and its gate names the worst of all."""
     for side, value in (("offline", 1.0), ("online", 2.0)):
         pd.DataFrame({"id": [name, "b"], "vector": [np.float32([value]), np.float32([1.0])]}).to_parquet(tmp_path / f"{side}.parquet")
-    ended = command("evaluate", "--vectors", tmp_path / "offline.parquet", "--against", tmp_path / "online.parquet")
+    ended = command("evaluate", tmp_path / "offline.parquet", "--against", tmp_path / "online.parquet")
     assert ended.code == 1
     assert shown in ended.out
     assert "1 of 2 samples" in ended.err

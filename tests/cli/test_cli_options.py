@@ -31,7 +31,7 @@ OPTIONS = {
         "ARGS",
         "SCRIPT",
     ],
-    "evaluate": sorted([*EXPERIMENT, "--against", "--checkpoint", "--samples", "--tolerance", "--vectors"]),
+    "evaluate": sorted([*({*EXPERIMENT} - {"--out"}), "MODEL.pt2", "--against", "--samples", "--to", "--tolerance"]),
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "--network", "--nproc", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "--flops", "--global-batch", "--gpus", "--parameters", "CELLS"]),
