@@ -126,7 +126,7 @@ class ShardedEngine:
             self._timed.enter_context(replaced(*place))
         self._optimizer: Optimizer | None = None
         self.rounds = self._rounds(first_step) if self._what.is_local else None
-        """Of workers that update alone; none where all trainers update together."""
+        """Rounds of workers that update alone; none where all trainers update together."""
         self.num_updates = 0
         """Updates of the optimizer so far."""
         apply_compute(
@@ -145,7 +145,7 @@ class ShardedEngine:
 
     @property
     def loss_scale(self) -> float:
-        """By what the loss is multiplied in the backward under way, or the next."""
+        """Factor of the loss in the backward under way, or the next."""
         return 1.0 if self.scale is None else self.scale.value
 
     @property

@@ -19,7 +19,7 @@ from real.engine.stopwatch import Stopwatch
 
 
 class Rounds:
-    """What this trainer's worker has agreed on with the others, and when it meets them next: the plan decides."""
+    """This trainer's part of what the workers last agreed on; the plan decides when they meet next."""
 
     def __init__(
         self, decider: Decider, shards: Sequence[Sequence[torch.Tensor]], communicators: Communicators, stopwatch: Stopwatch

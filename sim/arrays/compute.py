@@ -29,7 +29,7 @@ class Stretches:
         self._known: dict[int, Times] = {}
 
     def of(self, base_ns: int) -> Times:
-        """What ``base_ns`` takes on every rank."""
+        """Time that ``base_ns`` of compute takes on every rank."""
         if base_ns not in self._known:
             self._known[base_ns] = stretched(base_ns, self._x, self._largest)
         return self._known[base_ns]

@@ -189,7 +189,10 @@ class Engine:
 
 
 def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:
-    """What makes the transfers of blocks; how many times as long compute takes beside its rank's collectives. Raises ``Unsupported``."""
+    """A function that makes the transfers of a number of blocks, and the factor by which a rank's collectives slow its compute.
+
+    Raises ``Unsupported`` where only the reference engine can tell.
+    """
     is_slowed = overlaps(scenario, programs)
     if shares(layout, programs):
         if is_slowed:

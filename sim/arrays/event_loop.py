@@ -14,12 +14,12 @@ from sim.network.turns import Window, busy_on, scaled
 from sim.network.work import Route
 
 _END, _ARRIVAL, _TURN = range(3)
-"""What happens to a meeting, in the order in which it counts within a nanosecond; of turns the lower number is first."""
+"""Kinds of events of a meeting, in the order that they have within a nanosecond; among turns the lower number is first."""
 _NO_WINDOW = Window(-(2**62), 0, 0)
 
 
 class Meetings:
-    """What is known of meetings, by number, before anybody joins them.
+    """Routes, queues and successors of meetings, by number, known before anybody joins them.
 
     ``queues`` has the meetings of each queue in their order, of which ``depth`` are in flight at most;
     ``followers`` has those that start after each meeting's end, by default none.
@@ -69,7 +69,7 @@ class Meetings:
         self.num_ports, self.slower = len(alike), together if links.in_flight else None
 
     def _alone(self, routes: Sequence[Route]) -> None:
-        """Of each meeting alone, from its start: when turns arrive, a receiver is done with the one before, and it ends."""
+        """Times of each meeting alone, from its start: arrivals of its turns, the receiver's ends of the turns before, and its end."""
         known: dict[int, tuple[list[int], list[int], int]] = {}
         for route in routes:
             if id(route) not in known:
@@ -96,17 +96,17 @@ class _Loop:
         num, queues = len(ready), len(meetings.queues)
         self._starts, self._ends, self._turn, self._done = ([0] * num for _ in range(4))
         self._missing = [0] * num
-        """Of each meeting, how many others it still comes after."""
+        """Number of meetings that each still waits for."""
         for own in meetings.followers:
             for meeting in own:
                 self._missing[meeting] += 1
         self._next, self._flying, self._started = ([0] * queues for _ in range(3))
-        """Of each queue: its next meeting, how many are in flight, and the start of its last."""
+        """Next meeting of each queue, the number in flight, and the start of its last."""
         self._free, self._users = ([0] * meetings.num_ports for _ in range(2))
         """When each port has carried what has arrived, and how many meetings in flight pass it."""
         self._going = [0] * (max(meetings.region_of.values()) + 1)
         self._jumped: dict[int, tuple[int, int]] = {}
-        """In a region, who is alone and due at its end, and when it would have started, had it always been alone."""
+        """Meeting of each region that is alone and due at its end, and the time at which it would have started, always alone."""
         self._events: list[tuple[int, int, int]] = []
 
     def run(self) -> tuple[list[int], list[int]]:

@@ -46,9 +46,9 @@ class Seen:
     update: Times
     end: Times
     arrival: Times
-    """When the rank was ready for its last collective; ``NEVER`` where it had none."""
+    """Time at which the rank was ready for its last collective; ``NEVER`` where it had none."""
     spans: list[tuple[str, str, Times, Times]]
-    """Of every rank: stream, name, start and end."""
+    """Timeline of every rank: stream, name, starts and ends."""
     flights: list[Flight]
 
     @property

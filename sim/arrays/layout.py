@@ -52,12 +52,12 @@ class Group:
         return np.asarray(np.maximum.reduceat(inside, self._begins, axis=1))
 
     def to_ranks(self, values: Times) -> Times:
-        """Each part's value for its ranks, and ``NEVER`` for those in none."""
+        """The values of the parts, for each of their ranks; ``NEVER`` for ranks in no part."""
         of_ranks = values if values.shape[1] == 1 else values[:, self.part_of]
         return of_ranks if self.has_all else np.where(self.members, of_ranks, NEVER)
 
     def latest_of(self, other: Group, values: Times) -> Times:
-        """For each part, the largest value over the parts of another group that have a rank of it, or ``NEVER``."""
+        """For each part, the largest value of those parts of another group that share a rank with it; ``NEVER`` where none does."""
         return self.latest(np.broadcast_to(other.to_ranks(values), (len(values), len(self.part_of))))
 
     def crosses(self, other: Group) -> bool:
@@ -85,7 +85,7 @@ class Layout:
         return self._full[first, second]
 
     def ways(self, operation: Operation) -> list[Route]:
-        """What a collective takes in each part of its group, and which ports."""
+        """Time and ports of a collective in each part of its group."""
         return [self.routes.of(operation, part) for part in self.groups[operation.group].parts]
 
     def ports(self, operation: Operation) -> frozenset[Port]:
@@ -96,7 +96,7 @@ class Layout:
         return self._ports[key]
 
     def takes_ns(self, operation: Operation) -> Times:
-        """What a collective takes in each part: shape ``(1, num_parts)``, or ``(1, 1)`` where there is one.
+        """Time of a collective in each part: shape ``(1, num_parts)``, or ``(1, 1)`` where there is one.
 
         It is alone on its links but for its other parts, which start with it.
         """
@@ -107,7 +107,7 @@ class Layout:
         return self._taken[key]
 
     def _together_ns(self, routes: Sequence[Route]) -> list[int]:
-        """What collectives take that start together on idle links."""
+        """Times of collectives that start together on idle links."""
         queues = [[meeting] for meeting in range(len(routes))]
         return Meetings(routes, queues, self.routes.links).carry([0] * len(routes))[1]
 
@@ -126,5 +126,5 @@ def share_ports(ways: Sequence[Route]) -> bool:
 
 
 def alone_ns(route: Route) -> int:
-    """A collective with all its ports to itself."""
+    """Time of a collective that has all its ports to itself."""
     return int(route.cost.latency_ns) + half_up(route.cost.transfer_ns)

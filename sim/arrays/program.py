@@ -21,12 +21,12 @@ from sim.own_work import OwnWork, holds_rank, moments_of
 from sim.scenario import Scenario
 
 Told = Sequence[tuple[Event, Operations]]
-"""What a strategy was told in one step, and what it answered with ids that count from the step's first."""
+"""Events of one step, and the strategy's answers, whose ids count from the step's first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Up to the start of the forward."""
+    """Wait until the forward may start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Compute:
     """Compute until so much of the step's is done, at X = 0."""
 
     name: str
-    """``forward``, ``backward``, ``block`` where one begins, or, where a bucket is ready, of the start of what that asks for."""
+    """``forward``, ``backward``, ``block`` where one begins, or the name of what a ready bucket starts."""
     base_ns: int
 
 
@@ -47,16 +47,16 @@ class Join:
     holds: bool
     """Wait for its end at once."""
     is_first: bool = False
-    """On its communicator."""
+    """It is the first collective on its communicator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for operations to end; none named: for all."""
+    """Wait for operations to end, or for all if ``after`` is none."""
 
     after: tuple[int, ...] | None
     gates: bool = False
-    """It holds compute up."""
+    """The wait holds compute up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class Program:
 
     instructions: tuple[Instruction, ...]
     num_ids: int
-    """Operations of the step: by so many, ids of the next step count further on."""
+    """Number of the step's operations; ids of the next step begin there."""
     lands: bool
-    """What earlier steps left in flight has ended before a collective is joined."""
+    """Whether all that earlier steps left in flight has ended before a collective is joined."""
 
     @cached_property
     def joins(self) -> tuple[Join, ...]:
@@ -107,7 +107,7 @@ class Script:
     sequence: tuple[int, ...]
     """Index into ``programs`` for every step."""
     local_steps: tuple[int | None, ...]
-    """Length of the round that each step closed; none where it closed none."""
+    """Length of the round that each step closed, in steps; none for a step that closed none."""
     blocks: tuple[tuple[tuple[int, ...], int], ...]
     """Steps in order: the programs of a block, and how many blocks in a row have these.
 

@@ -98,7 +98,7 @@ def together(layout: Layout, waiting: tuple[Operation, ...], after: tuple[int, .
 
 
 class Wires:
-    """What is known of operations that are joined together, before anybody joins: their meetings, and the loop that carries these.
+    """The meetings of operations that are joined together, and the loop that carries them.
 
     Raises ``Unsupported`` for a meeting that takes no nanosecond: which of several begins first within a nanosecond would matter.
     """

@@ -90,7 +90,7 @@ def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -
 
 
 def most_ns(layout: Layout, programs: Iterable[Program]) -> int:
-    """What a step takes besides compute and its head, at most: its own work, and collectives one after the other."""
+    """Upper bound of a step's time besides compute and its head: its own work, and all collectives one after the other."""
     links = layout.routes.links
     slower = [Fraction(1)]
     if links.measured is not None:

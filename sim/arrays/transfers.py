@@ -38,12 +38,12 @@ class Transfers:
         self._compute_end: Times | None = None
         self._num_blocks = num_blocks
         self._met: dict[int, tuple[str, Times]] = {}
-        """The group of each collective of the step, and when all ranks of its parts had joined it, and what it comes after."""
+        """Group of each collective of the step, and the time at which all ranks of its parts, and what it comes after, were there."""
         self._step: dict[int, Flight] = {}
         self._before: dict[int, Flight] = {}
-        """Of earlier steps; their ids lie below 0."""
+        """Collectives of earlier steps; their ids lie below 0."""
         self._queues: dict[tuple[int, str], tuple[Times, list[Times]]] = {}
-        """By communicator and group: the last start, and the latest ends, ascending, as many as may be in flight."""
+        """The last start, and the latest ends in ascending order, as many as may be in flight, by communicator and group."""
 
     def begin(self, start: Times, num_ids: int) -> None:
         """A step begins, after one of ``num_ids`` operations; ranks start it at ``start``. Ids count from the step's first operation."""

@@ -35,7 +35,7 @@ class StepTime:
     seeds: Sequence[int] = ()
     """Seeds of the runs; none: the experiment's own."""
     tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
-    """By ``table_key``: what changes compute of a strategy; others than the experiment's own may be put in."""
+    """Layer tables by ``table_key``, the part of a strategy that changes compute; others than the experiment's own may be put in."""
     _draws: Sequence[Draws] = ()
 
     def __call__(self, strategy: DistributedStrategy) -> float:

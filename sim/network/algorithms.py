@@ -109,7 +109,7 @@ ALGORITHMS: dict[str, Callable[..., Work]] = {
     "tree": tree,
     "double_binary_tree": double_binary_tree,
 }
-"""What each takes: the kind of a collective, its ranks, the links, and ``rows``."""
+"""Functions by name; each takes the kind of a collective, its ranks, the links, and ``rows``."""
 
 
 def _exchanges(ranks: Ranks) -> Iterator[Round]:

@@ -53,7 +53,7 @@ class SegmentedRing:
         self._queue_ns = QUEUE_NS if len({links.node(rank) for rank in ranks}) > 1 else 0
 
     def route(self, nbytes: int) -> Route:
-        """What an all-reduce of ``nbytes`` takes. Each hop has its two segments in flight, so that the slowest hop decides."""
+        """Time and ports of an all-reduce of ``nbytes``. Each hop has two segments in flight, so that the slowest hop decides."""
         plain = self._ring.route(nbytes)
         hops = [(self._cost(hop, nbytes), hop) for hop in self._ring.hops]
         cost, hop = max(hops, key=lambda found: found[0].latency_ns + found[0].transfer_ns)

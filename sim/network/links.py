@@ -125,7 +125,7 @@ class Links:
         return Hop(latency_ns, tuple(ports), self._connection(sender, receiver, ends))
 
     def bits_per_s(self, port: Port) -> int | Fraction:
-        """What a port carries for one collective."""
+        """Rate of a port for one collective."""
         kind, number, _ = port
         if kind == "intra":
             return self._intra(self.node(number)).bandwidth
@@ -137,7 +137,7 @@ class Links:
         return Fraction(of_nodes) / Fraction(repr(self.racks.oversubscription))  # the decimal that a file writes
 
     def points_among(self, kind: Collective, ranks: int) -> tuple[CollectivePoint, ...]:
-        """What collectives of a kind among so many ranks were measured to take; nothing of a kind that was not measured.
+        """Measured times of this kind of collective among so many ranks; empty for a kind that was not measured.
 
         Raises ``ConfigError`` for all-reduces of which others were measured, or fewer than two sizes.
         """

@@ -17,7 +17,7 @@ from sim.network.work import Cost, Route
 
 
 class Times:
-    """Times between two sizes lie on the line between them.
+    """Times by size, on straight lines between the measured ones.
 
     Beyond the largest they lie on the line from the largest that is at most half of it, because neighbours may lie
     so close that their noise is all that line would show; before the smallest they are its own.
@@ -30,7 +30,7 @@ class Times:
 
     @property
     def largest(self) -> int:
-        """The most bytes."""
+        """Largest measured size, in bytes."""
         return self._points[-1][0]
 
     def ns(self, nbytes: int) -> Fraction:
@@ -54,7 +54,7 @@ class Measured:
         self._latency_ns = self._ring.route(0).cost.latency_ns
 
     def route(self, nbytes: int) -> Route:
-        """What a collective of ``nbytes`` takes; of it, what a ring's messages take before any byte is latency."""
+        """Time and ports of a collective of ``nbytes``; its latency is that of a ring's messages without a byte."""
         took_ns = self._times.ns(nbytes)
         latency_ns = min(self._latency_ns, int(took_ns))
         turns = taken_in_turns(latency_ns, half_up(took_ns - latency_ns), self._messages)
@@ -75,7 +75,7 @@ class MeasuredNccl:
     """
 
     def __init__(self, kind: Collective, ranks: Ranks, links: Links) -> None:
-        """Of measured collectives on nodes of as many ranks each, and on one node."""
+        """Take the measured collectives on nodes of as many ranks each, and those on one node."""
         generation = GENERATIONS[links.collective]
         self._own = Nccl(generation, kind, ranks, links)
         self._num_ranks = len(ranks)
@@ -91,7 +91,7 @@ class MeasuredNccl:
         self._curves: dict[str, Times | None] = {}
 
     def route(self, nbytes: int) -> Route:
-        """What a collective of ``nbytes`` takes."""
+        """Time and ports of a collective of ``nbytes``."""
         own, way = self._own.cost(nbytes), _way(self._own.choice(nbytes))
         times = self._exact or self._curve(way)
         if times is None:
@@ -136,7 +136,7 @@ class MeasuredNccl:
 
 
 TREE = "tree"
-"""Trees, of NVLS too, and whatever else is no ring."""
+"""Name of trees, those of NVLS and everything else that is no ring."""
 
 
 def _way(choice: Choice) -> str:

@@ -1,4 +1,4 @@
-"""NCCL: the algorithm and the protocol that it takes, by its own cost model, and what they take.
+"""NCCL: the algorithm and the protocol that it takes by its own cost model, and the time that they take.
 
 The choice is that of ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (5067397c, ``ncclTunerConstants_t``): of
 every pair of algorithm and protocol, time = latency + bytes / bandwidth, and the shortest is taken. Its maintainers
@@ -38,7 +38,7 @@ Method = Literal["ring", "tree", "nvls", "nvlstree"]
 METHODS: tuple[Method, ...] = ("ring", "tree", "nvls", "nvlstree")
 
 BASE_NS = {"tree": (6_800, 14_000, 8_400), "ring": (6_600, 14_000, 8_400)}
-"""``baseLatencies``, by protocol."""
+"""``baseLatencies``, ns, by protocol."""
 NVLINK_NS = {"tree": (600, 1_250, 4_000), "ring": (600, 1_900, 3_400)}
 """``hwLatencies`` of a hop inside a node."""
 NET_NS = {"tree": (5_000, 8_500, 14_000), "ring": (2_700, 4_000, 14_000)}
@@ -99,7 +99,7 @@ GENERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What NCCL may take for one collective."""
+    """An algorithm with a protocol that NCCL may take for one collective."""
 
     method: Method
     protocol: Protocol
@@ -143,21 +143,21 @@ class Nccl:
         self._protocols = _left(links.environment.get("NCCL_PROTO", ""), PROTOCOLS)
 
     def choices(self, nbytes: int) -> list[Choice]:
-        """All that NCCL chooses from, for ``nbytes`` in every rank's buffer, each as it believes it to be."""
+        """All choices for ``nbytes`` in every rank's buffer, each with the time that NCCL expects."""
         bus = self._bus_gbps if self.nodes == 1 else BELIEVED * self._bus_gbps
         pairs = [(method, protocol) for method in self._methods for protocol in self._protocols if _has(method, protocol)]
         return [self._of(method, protocol, nbytes, bus) for method, protocol in pairs or [("ring", "Simple")]]
 
     def choice(self, nbytes: int) -> Choice:
-        """The one that it takes, as it believes it to be."""
+        """The choice that NCCL expects to be fastest."""
         return min(self.choices(self._scale * nbytes), key=lambda choice: choice.total_ns(self._scale * nbytes))
 
     def cost(self, nbytes: int) -> Cost:
-        """What a collective of ``nbytes`` takes."""
+        """Time of a collective of ``nbytes`` alone."""
         return self._cost(self.choice(nbytes), self._scale * nbytes)
 
     def route(self, nbytes: int, cost: Cost | None = None) -> Route:
-        """The ports of a collective of ``nbytes``, with what it takes, or was measured to take."""
+        """Time and ports of a collective of ``nbytes``; ``cost``: its measured time, by default the model's."""
         choice, total = self.choice(nbytes), self._scale * nbytes
         cost = cost or self._cost(choice, total)
         passes = {"ring": Fraction(self.steps, self._size), "nvls": Fraction(1)}.get(choice.method, 2)
@@ -168,14 +168,14 @@ class Nccl:
 
     @property
     def steps(self) -> int:
-        """Steps of a ring in which a rank sends a P-th of the buffer."""
+        """Number of a ring's steps, in each of which a rank sends a P-th of the buffer."""
         if self._kind == "all_reduce":
             return 2 * (self._size - 1)
         return self._size if self._kind in ("reduce", "broadcast") else self._size - 1
 
     @property
     def levels(self) -> int:
-        """Levels of a tree of nodes."""
+        """Number of levels of a tree of nodes."""
         return self.nodes.bit_length() - 1
 
     def _cost(self, choice: Choice, nbytes: int) -> Cost:
@@ -192,7 +192,7 @@ class Nccl:
         return Cost(latency_ns, transfer_ns)
 
     def _of(self, method: Method, protocol: Protocol, nbytes: int, bus: Fraction) -> Choice:
-        """A method with so many GB/s between nodes, or inside one."""
+        """A method and a protocol, where ``bus`` GB/s pass between nodes, or inside the only one."""
         if method == "ring":
             return self._ring(protocol, nbytes, bus)
         if method == "tree":
@@ -260,7 +260,7 @@ def _methods(kind: Collective, environment: Mapping[str, str], nodes: int, *, is
 
 
 def _left(asked: str, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
-    """What ``NCCL_ALGO`` or ``NCCL_PROTO`` leaves of names: those that it lists, or after ``^`` all others.
+    """The names that ``NCCL_ALGO`` or ``NCCL_PROTO`` allows: those that it lists, or after ``^`` all others.
 
     A list for each function (``allreduce:ring``) leaves all.
     """
@@ -271,14 +271,14 @@ def _left(asked: str, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
 
 
 def _has(method: Method, protocol: Protocol) -> bool:
-    """Whether NCCL has a method with a protocol."""
+    """Whether NCCL has this method with this protocol."""
     return method in ("ring", "tree") or protocol == "Simple"
 
 
 def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], links: Links) -> tuple[dict[Port, int], Fraction]:
-    """How many times which share passes each port when all bytes pass every rank, node and rack once, by the ranks of each node.
+    """How often a share of the bytes passes each port, and that share, where all bytes pass every rank, node and rack once.
 
-    They go by all interfaces that a node's ranks use, each an equal part.
+    ``members``: the ranks of each node, whose ``interfaces`` carry equal parts.
     """
     parts = math.lcm(*interfaces.values())
     nodes = list(members)
@@ -299,5 +299,5 @@ def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], lin
 
 
 def _exact(value: float) -> Fraction:
-    """The decimal that stands above, not the double next to it."""
+    """The decimal that a constant above is written as, not the double next to it."""
     return Fraction(repr(value))

@@ -1,4 +1,4 @@
-"""Routes: what every collective of a run takes alone, and which ports it keeps busy; no clock is in it."""
+"""Routes: the time of every collective of a run on idle links, and the ports that it keeps busy; no clock is in it."""
 
 import dataclasses
 from fractions import Fraction
@@ -13,7 +13,7 @@ from sim.network.nccl import GENERATIONS, Nccl
 from sim.network.work import Cost, Route, Work
 
 Way = Work | SegmentedRing | Measured | Nccl | MeasuredNccl
-"""One kind of collective among some ranks; its ``route`` is what it takes with so many bytes in every rank's buffer."""
+"""One kind of collective among some ranks; its ``route`` is the time and the ports for a number of bytes in every rank's buffer."""
 
 
 class Routes:
@@ -29,7 +29,7 @@ class Routes:
         used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values())
         self._by_communicator = any(link is not None and link.flow_limit is not None for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
-        """A byte in INT8."""
+        """Time to quantise a byte in INT8, and back."""
 
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
         """The way of ``operation`` among ``ranks``, of which the first is the root."""
@@ -50,7 +50,7 @@ class Routes:
 
 
 def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Way:
-    """What ``links.collective`` does for such a collective."""
+    """The model that ``links.collective`` names, for a collective of this kind among these ranks."""
     name = links.collective
     if name == "measured":
         points = links.points_among(kind, len(ranks))
@@ -65,7 +65,7 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
 
 
 def broadcast_ns(experiment: Experiment, nbytes: int) -> int:
-    """What a broadcast of ``nbytes`` from rank 0 to all trainers takes alone, as DDP's of a model's buffers.
+    """Time of a broadcast of ``nbytes`` from rank 0 to all trainers on idle links, as DDP does of a model's buffers.
 
     Raises ``ConfigError`` for a link that is neither declared nor measured.
     """

@@ -38,7 +38,7 @@ def fair_speeds(ports_of: Mapping[T, Sequence[Port]]) -> dict[T, Fraction]:
 
 
 def _level(crowd: Sequence[T], speeds: Mapping[T, Fraction]) -> Fraction:
-    """What those on a port that still rise have each when it is full."""
+    """The speed of each transfer that still rises, where the port on which this crowd meets becomes full."""
     known = [speeds[transfer] for transfer in crowd if transfer in speeds]
     return (1 - sum(known, Fraction(0))) / (len(crowd) - len(known))
 
@@ -49,13 +49,13 @@ class Transfer:
 
     ports: tuple[Port, ...]
     remaining_ns: Fraction
-    """At the speed alone."""
+    """Time that is left at the speed that it has alone."""
     end: Event
     since_ns: int
     speed: Fraction = Fraction(0)
     timer: Event | None = None
     due_ns: int | None = None
-    """When the timer goes off."""
+    """Time at which the timer goes off; none while no timer is set."""
 
 
 class SharedPorts:

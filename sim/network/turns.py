@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 MOST = 30
-"""Messages that have a turn each: those of a ring of 16 ranks."""
+"""Largest number of messages that have a turn each: those of a ring of 16 ranks."""
 FEW = 8
-"""Turns of a collective that has more messages, and of one whose bytes follow each other without a pause."""
+"""Number of turns of a collective that has more messages, and of one whose bytes follow each other without a pause."""
 
 
 Time = TypeVar("Time", int, Fraction)
@@ -29,11 +29,11 @@ class Turn:
     """Messages that take ports together; ns."""
 
     own_ns: int
-    """From their arrival at the ports until they have left, where nothing is in the way."""
+    """Time from their arrival at the ports until they have left, where nothing is in the way."""
     busy_ns: int
-    """What of it the busiest port is busy."""
+    """Part of ``own_ns`` for which the busiest port is busy."""
     then_ns: int
-    """From there until the next turn arrives, or the collective ends."""
+    """Time from then until the next turn arrives, or the collective ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,20 @@ class Window:
 
     latency_ns: int
     host_ns: int
-    """What the receiver takes to be done with a message that has come."""
+    """Time that the receiver takes to be done with a message that has come."""
     queue_ns: int
 
     def next(self, arrived: Time, left: Time, done: Time) -> tuple[Time, Time]:
-        """When the turn after one may leave at the earliest, and when the receiver is done with this one; ``done``: with the one before."""
+        """The earliest time at which the next turn may leave, and the time at which the receiver is done with this one.
+
+        ``done``: the time at which it is done with the one before.
+        """
         behind = min(max(done, left), done + self.queue_ns) if arrived <= done else done
         return behind + self.latency_ns, max(done, left + self.latency_ns) + self.host_ns
 
 
 def taken_in_turns(latency_ns: int, busy_ns: int, messages: int) -> tuple[Turn, ...]:
-    """So many messages, each of which is followed by its part of the latency; with none, all latency follows the last byte."""
+    """The turns of so many messages, each followed by its part of the latency; without messages all latency follows the last byte."""
     if not messages:
         *others, last = taken_in_turns(0, busy_ns, FEW)
         return (*others, replace(last, then_ns=last.then_ns + latency_ns))
@@ -77,10 +80,10 @@ def taken_in_turns(latency_ns: int, busy_ns: int, messages: int) -> tuple[Turn, 
 
 
 def busy_on(turn: Turn, load: Fraction) -> int:
-    """What a port is busy with a turn, rounded half up."""
+    """Time for which a port of this load is busy with a turn, rounded half up."""
     return turn.busy_ns if load == 1 else (2 * turn.busy_ns * load.numerator + load.denominator) // (2 * load.denominator)
 
 
 def scaled(duration_ns: int, by: float) -> int:
-    """A duration as many times as long; no float holds a very long one."""
+    """``duration_ns`` times ``by``. Exact where ``by`` is 1, because no float holds a very long duration."""
     return duration_ns if by == 1.0 else math.floor(duration_ns * by + 0.5)

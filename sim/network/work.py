@@ -1,4 +1,4 @@
-"""Work: what an algorithm asks of the links for each byte of a collective, and what that takes."""
+"""Work: the messages of an algorithm for each byte of a collective, and the time and the ports that they take."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ BITS_NS = 8 * 10**9
 Pair = tuple[int, int]
 """Sender and receiver of a message."""
 Round = tuple[Fraction, Sequence[Pair]]
-"""Messages of so much of the collective's bytes each, at most one from a rank and one to it, or all to one rank."""
+"""A share of the collective's bytes, and the messages that carry so much each: at most one from a rank and one to it, or all to one."""
 Kind = tuple[int, int | Fraction]
-"""What passes a port, counted, and its rate in bit/s."""
+"""Traffic of a port, in units of the work's, and the port's rate in bit/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one collective takes on links of its own."""
+    """Time of one collective that has its links to itself."""
 
     latency_ns: int
     transfer_ns: Fraction
 
     @property
     def total_ns(self) -> Fraction:
-        """Both."""
+        """Latency and transfer together."""
         return self.latency_ns + self.transfer_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One collective on the cluster's links: what it takes alone, and what of them."""
+    """One collective on the cluster's links: its time alone, and the ports that it passes."""
 
     cost: Cost
     ports: tuple[Port, ...]
     """The ports that it keeps busy, each once."""
     loads: tuple[Fraction, ...]
-    """Of each of its ports, the part of its transfer that it is busy, at most 1; one object for all collectives of a kind."""
+    """Part of the transfer for which each port is busy, at most 1; one object for all collectives of a kind."""
     turns: tuple[Turn, ...]
-    """How it takes its ports. With ``first_ns`` they end after the cost, where nothing is in the way."""
+    """Its turns on the ports. Where nothing is in the way, they and ``first_ns`` together last as long as ``cost``."""
     first_ns: int = 0
-    """From its start to the arrival of the first turn."""
+    """Time from its start to the arrival of the first turn."""
     window: Window | None = None
 
 
@@ -65,11 +65,11 @@ class Work:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._phases: list[tuple[tuple[Pace, ...], int]] = []
-        """Each with its number of messages one after the other; 0: they are all under way at once."""
+        """Phases, each with its number of messages one after the other; 0 where all are under way at once."""
         self.hops: tuple[Pace, ...] = ()
-        """Of a ring: how its messages go, each way once."""
+        """The different paces of a ring's messages; empty for other algorithms."""
         self._traffic: dict[Port, int] = {}
-        """Of the collective's bytes, what passes each port, in units of 1 / ``_unit``."""
+        """Share of the collective's bytes that passes each port, in units of 1 / ``_unit``."""
         self._unit = 1
         self._rates: dict[Port, int | Fraction] = {}
         self._loads: dict[Fraction | None, tuple[tuple[Port, ...], tuple[Fraction, ...]]] = {}
@@ -107,11 +107,11 @@ class Work:
 
     @property
     def bits_per_s(self) -> Fraction:
-        """The most that all bytes of a collective pass the ports with."""
+        """Highest rate at which all bytes of a collective can pass the ports."""
         return min(Fraction(rate) * self._unit / traffic for traffic, rate in set(self._kinds().values()))
 
     def route(self, nbytes: int) -> Route:
-        """What a collective of ``nbytes`` takes."""
+        """Time and ports of a collective of ``nbytes``."""
         latency_ns, transfer_ns = 0, Fraction(0)
         turns: list[Turn] = []
         for paces, messages in self._phases:
@@ -122,7 +122,7 @@ class Work:
         return self.routed(Cost(latency_ns, transfer_ns), nbytes, turns)
 
     def routed(self, cost: Cost, nbytes: int | Fraction, turns: Iterable[Turn]) -> Route:
-        """The same traffic, of ``nbytes``, where it takes ``cost``, in such turns."""
+        """The route of a collective of ``nbytes`` with this traffic, a given ``cost`` and given ``turns``."""
         scale = nbytes * BITS_NS / cost.transfer_ns if cost.transfer_ns else None
         if scale not in self._loads:
             kinds = self._kinds()
@@ -146,7 +146,7 @@ class Work:
         return [(sender, receiver, paces[way]) for (sender, receiver), way in zip(pairs, ways, strict=True)]
 
     def _add(self, counts: Mapping[Port, int], share: Fraction) -> None:
-        """So many times a share of the collective's bytes on each port."""
+        """Count a share of the collective's bytes on each port, as often as ``counts`` says."""
         unit = math.lcm(self._unit, share.denominator)
         if unit != self._unit:
             scale = unit // self._unit

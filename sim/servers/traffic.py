@@ -17,7 +17,7 @@ ROW_NUMBER_BYTES = 4
 Part = tuple[int, int, int]
 """Steps of one trainer: its rank, the index of the first, their number."""
 LookUps = tuple[tuple[tuple[tuple[int, npt.NDArray[np.int64]], ...], ...], ...]
-"""By rank and index of the step: each look-up's table and distinct rows."""
+"""Function of rank and index of the step that returns each look-up's table and distinct rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
