@@ -110,12 +110,6 @@ def _rows(host: Host, links: Links) -> list[tuple[str, str, str]]:
         used = ", in use" if each.name == links.interface else ""
         rows.append((each.name, _rate(each.speed), f"up{used}, MTU {each.mtu or units.NONE}"))
     rows += [(f"{port.name} {port.link_layer}", _rate(port.rate), port.state) for port in host.ports]
-    if host.gpus is not None:
-        paths = ", ".join(f"{number} pairs by {path}" for path, number in host.gpus.paths.items())
-        adapters = ", ".join(f"{number} {path} to an adapter" for path, number in host.gpus.adapters.items())
-        speed = host.gpus.nvlink_bytes_per_s
-        state = "; ".join(filter(None, (paths, adapters))) or "one"
-        rows.append(("NVLink", _rate(None if speed is None else 8 * speed), state))
     return rows
 
 
