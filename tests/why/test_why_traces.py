@@ -172,19 +172,6 @@ def test_a_planted_item_is_named(words: dict[str, str], tmp_path: Path) -> None:
     assert any("aten::item" in note and "train.py(31): train_step" in note for note in found.shares.notes)
 
 
-def test_old_call_stacks_name_the_caller(tmp_path: Path) -> None:
-    """Traces of torch 1.x have the stack in the operator's arguments, the innermost call first."""
-    rank = Rank(rank=0)
-    for step in range(10):
-        rank.computes(8 * MS)
-        rank.reads()
-        stack = ("torch/_tensor.py(40): wrapped", "train.py(31): train_step", "train.py(80): <module>")
-        rank.events[-1]["args"]["Call stack"] = ";".join(stack)
-        rank.now += 3 * MS
-        rank.ends(step)
-    assert read([rank], tmp_path).host_waits[0].caller == "train.py(31): train_step"
-
-
 def test_waits_that_make_no_gap_are_not_named(tmp_path: Path) -> None:
     """A host that reads the loss of work that is done long since costs no time."""
     rank = Rank(rank=0)
