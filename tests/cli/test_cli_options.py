@@ -14,10 +14,10 @@ OPTIONS = {
     ),
     "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": sorted([*EXPERIMENT, "--strategy"]),
-    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--verbose", "-v", "--workdir"]),
+    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
-    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "REPEAT"],
+    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "OTHER"],
     "launch": [
         "--help",
         "--log-dir",
