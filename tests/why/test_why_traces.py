@@ -212,7 +212,7 @@ def test_a_slow_loader_is_input(tmp_path: Path) -> None:
 
 
 def test_copies_that_nothing_hides_are_the_devices_work(tmp_path: Path) -> None:
-    """A batch that is copied for 4 ms while no kernel runs; the note says so."""
+    """A batch that is copied for 4 ms while no kernel runs."""
     rank = Rank(rank=0)
     for step in range(10):
         rank._launch(
@@ -227,7 +227,6 @@ def test_copies_that_nothing_hides_are_the_devices_work(tmp_path: Path) -> None:
         rank.ends(step)
     shares = read([rank], tmp_path).shares
     assert ms(shares, "device") == pytest.approx(10, rel=0.01)
-    assert any("Memcpy HtoD (Pageable -> Device)" in note and "4 ms" in note for note in shares.notes)
 
 
 def test_kernels_of_the_optimizer_are_its_own(tmp_path: Path) -> None:
