@@ -104,7 +104,7 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 
 
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
-    """Load the experiment with ``more`` overrides after those of the command line, and return notes about it."""
+    """Load the experiment with ``more`` overrides after the command line's, and return notes about it."""
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
     from fleetbench.hardware.presets import described

@@ -1,4 +1,4 @@
-"""Progress on stderr, only from rank 0: bars on a terminal, and lines for the stages of a command that takes minutes."""
+"""Progress on stderr, only from rank 0: bars on a terminal, and a line for each finished stage of a tuning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def steps(description: str) -> Iterator[Steps | None]:
 
 @contextmanager
 def stages() -> Iterator[Stages | None]:
-    """Show one bar per stage, in the order in which stages report; yields the callback, or none if there is no terminal."""
+    """Show one bar per stage, in the order of their reports; yields the callback, none without a terminal."""
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         yield None
         return
