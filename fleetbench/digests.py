@@ -41,6 +41,8 @@ _MALFORMED: tuple[type[Exception], ...] = (
     EOFError,
     zlib.error,
 )
+_COPIES = 4
+"""Number of copies of a table in memory while it is read."""
 _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
 """Exceptions raised by reading a manifest that is missing or was written by another program."""
 
@@ -111,6 +113,23 @@ def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file atomically. Raises ``EnvironmentLacks`` if writing fails."""
     with writing(path), atomic_write(path) as partial:
         partial.write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def refuse_large_table(file: Any, where: str) -> None:
+    """Raise ``EnvironmentLacks`` for a Parquet file whose table does not fit into free memory.
+
+    A few compressed bytes may stand for billions of numbers. ``file`` is the path, or the file itself.
+    """
+    import psutil
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(file)
+    groups = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+    needed, free = _COPIES * max(8 * metadata.num_rows * metadata.num_columns, sum(groups)), psutil.virtual_memory().available
+    if needed > free:
+        size = f"{metadata.num_rows:,} rows of {metadata.num_columns} columns"
+        what = f"its {size} take {needed / 2**30:.3g} GiB of memory to be read"
+        raise EnvironmentLacks(what, where, f"{free / 2**30:.3g} GiB free", "read it on a machine with more memory")
 
 
 def read_text(path: str | Path, hint: str) -> str:

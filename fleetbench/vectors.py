@@ -3,6 +3,7 @@
 A file is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32).
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fleetbench.digests import MANIFEST, check_file, read_manifest, reading
+from fleetbench.digests import MANIFEST, check_file, read_manifest, reading, refuse_large_table
 from fleetbench.errors import ConfigError
 
 Values = npt.NDArray[np.float32]
@@ -83,6 +84,7 @@ def read_vectors(path: Path) -> Vectors:
         path /= FILE
     check_file(path)
     with reading(path, "Parquet with the columns id and vector (lists of float32), or the folder of an evaluation", pa.ArrowException):
+        refuse_large_table(path, str(path))
         table = pq.read_table(path)
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     ids, vectors = (types.get(name, pa.null()) for name in (ID, VECTOR))
@@ -93,9 +95,13 @@ def read_vectors(path: Path) -> Vectors:
         raise ConfigError(f"needs {ID}, text or whole numbers, and {VECTOR}, lists of float32", str(path), found, hint)
     numbers = pc.list_flatten(table[VECTOR])
     lengths = pc.unique(pc.list_value_length(table[VECTOR])).to_pylist()
-    if table[ID].null_count or numbers.null_count or len(lengths) != 1 or not lengths[0]:
-        found = f"vectors of lengths {', '.join(map(str, lengths[:4])) or 'none'}"
-        raise ConfigError("needs an id and a whole vector of one length for every sample", str(path), found, "leave no null and no gap")
+    if table[ID].null_count or numbers.null_count or None in lengths:
+        raise ConfigError("an id, a vector or a number is missing", str(path), "null", "a whole vector for every sample")
+    if not any(lengths):
+        raise ConfigError("holds no vectors", str(path), hint="a vector for every sample that was sent to the service")
+    if len(lengths) > 1:
+        hint = "a vector of the same number of numbers for every sample"
+        raise ConfigError("vectors have several lengths", str(path), ", ".join(map(str, sorted(lengths)[:4])), hint)
     return Vectors(tuple(map(str, table[ID].to_pylist())), numbers.to_numpy().reshape(len(table), lengths[0]), str(path))
 
 
@@ -104,33 +110,36 @@ def compare_vectors(offline: Vectors, online: Vectors, tolerance: float) -> dict
 
     Returns JSON data, with None for non-finite numbers.
 
-    A sample's ``share`` is the largest absolute difference of a component over the largest magnitude in the
-    offline vector. It is infinite if a vector holds NaN or infinity, or if only the offline vector is zero.
-    ``num_past`` counts samples with a share above ``tolerance``; ``worst`` lists the largest. ``num_equal``
-    counts vectors that are bitwise equal, except for the sign of zero.
+    For each sample: ``cosine`` of the angle (1 if both vectors are zero, 0 if one is); ``difference``, the
+    largest absolute difference of a component, whose index is ``component``; and ``relative``, its ratio to
+    the largest magnitude in the offline vector. ``relative`` is infinite if a vector holds NaN or infinity,
+    or if only the offline vector is zero. ``num_past`` counts samples with ``relative`` above ``tolerance``;
+    ``worst`` lists the largest. ``num_equal`` counts vectors that are bitwise equal, except for the sign of
+    zero.
 
     Raises ``ConfigError`` for vectors of different lengths, and for samples that only one side has.
     """
-    a, b = offline.values, online.values[_rows(offline, online)]  # noqa: PD011  # no table of pandas'
-    finite = (np.isfinite(a) & np.isfinite(b)).all(axis=1, keepdims=True)
-    x, y = (np.where(finite, values, 0).astype(np.float64) for values in (a, b))
-    difference = np.where(finite, np.abs(y - x), np.inf).max(axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(difference == 0, 0.0, difference / np.abs(x).max(axis=1))
-    num_past = int((share > tolerance).sum())
-    worst = np.argsort(-share, kind="stable")[:WORST]
-    return {
+    found = _differences(offline, online)
+    finite = found[np.isfinite(found["difference"])]
+    worst = found.sort_values(["relative", "cosine"], ascending=[False, True], na_position="first").head(WORST)
+    num_past = int((~(found["relative"] <= tolerance)).sum())
+    figures = {
         "offline": offline.source,
         "online": online.source,
-        "samples": len(a),
+        "samples": len(found),
         "length": offline.length,
         "tolerance": tolerance,
         "num_past": num_past,
-        "num_not_finite": int((~finite).sum()),
-        "num_equal": int((difference == 0).sum()),
-        "worst": [{"id": offline.ids[row], "share": float(share[row]) if np.isfinite(share[row]) else None} for row in worst],
+        "num_not_finite": len(found) - len(finite),
+        "num_equal": int((found["difference"] == 0).sum()),
+        "lowest_cosine": float(finite["cosine"].min()),
+        "mean_cosine": float(finite["cosine"].mean()),
+        "difference": _spread(finite["difference"]),
+        "relative": _spread(finite["relative"]),
+        "worst": worst.to_dict("records"),
         "passed": num_past == 0,
     }
+    return dict(json.loads(json.dumps(figures), parse_constant=lambda _: None))
 
 
 def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
@@ -148,3 +157,37 @@ def _rows(offline: Vectors, online: Vectors) -> npt.NDArray[np.intp]:
         hint = f"{offline.source} has ids such as {offline.ids[0]!r}; evaluate all that the service was sent, or drop these"
         raise ConfigError(f"{len(unknown)} samples were not evaluated", online.source, name_some(unknown), hint)
     return rows
+
+
+def _differences(offline: Vectors, online: Vectors) -> pd.DataFrame:
+    """Return a row per sample, in the order of ``offline``; see ``compare_vectors``."""
+    a, b = offline.values, online.values[_rows(offline, online)]  # noqa: PD011  # no table of pandas'
+    usable = np.isfinite(a) & np.isfinite(b)
+    finite = np.asarray(usable.all(axis=1))
+    x, y = (np.where(finite[:, None], values, 0).astype(np.float64) for values in (a, b))
+    apart, largest = np.abs(y - x), np.abs(x).max(axis=1)
+    component = np.where(finite, apart.argmax(axis=1), usable.argmin(axis=1))
+    difference = np.where(finite, apart.max(axis=1), np.inf)
+    norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    both_zero = ~(x.any(axis=1) | y.any(axis=1))
+    cosine = np.where(both_zero, 1.0, (x * y).sum(axis=1) / np.where(norms > 0, norms, 1.0)).clip(-1.0, 1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(difference == 0, 0.0, difference / largest)
+    at = np.arange(len(a)), component
+    return pd.DataFrame(
+        {
+            "id": offline.ids,
+            "cosine": np.where(finite, cosine, np.nan),
+            "difference": difference,
+            "relative": relative,
+            "component": component,
+            "offline": a[at],
+            "online": b[at],
+        }
+    )
+
+
+def _spread(values: pd.Series) -> dict[str, float]:
+    """Return ``max``, ``p95`` and ``mean``. Infinite values only count in ``max``."""
+    finite = values[np.isfinite(values)]
+    return {"max": float(values.max()), "p95": float(finite.quantile(0.95)), "mean": float(finite.mean())}

@@ -117,12 +117,21 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    """Print the worst samples, and whether all pass."""
+    """Print the figures over all samples, the worst samples, and whether they pass."""
+
+    def short(value: float | None, form: str = ".2e") -> str:
+        return units.NONE if value is None else f"{value:{form}}"
+
     emit(f"offline: {found['offline']}\nonline:  {found['online']}")
-    if differing := [item for item in found["worst"] if item["share"] != 0]:
-        table = new_table("the worst samples", "sample", "difference, as a share of the largest magnitude")
+    emit(f"cosine: lowest {short(found['lowest_cosine'], '.9f')}, mean {short(found['mean_cosine'], '.9f')}")
+    for name, spread in (("largest difference", found["difference"]), ("as a share of the largest magnitude", found["relative"])):
+        emit(f"{name}: worst {short(spread['max'])}, p95 {short(spread['p95'])}, mean {short(spread['mean'])}")
+    differing = [item for item in found["worst"] if item["difference"] != 0]
+    if differing:
+        table = new_table("the worst samples", "sample", "cosine", "difference", "share", "at number", "offline", "online")
         for item in differing:
-            table.add_row(item["id"], units.NONE if item["share"] is None else f"{item['share']:.2e}")
+            cells = [short(item["cosine"], ".9f"), short(item["difference"]), short(item["relative"]), str(item["component"])]
+            table.add_row(item["id"], *cells, *(short(item[side], ".7g") for side in ("offline", "online")))
         emit_table(table)
     not_finite = f", {found['num_not_finite']:,} with NaN or infinity" if found["num_not_finite"] else ""
     verdict = "all within" if found["passed"] else f"{found['num_past']:,} past"

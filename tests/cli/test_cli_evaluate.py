@@ -92,6 +92,7 @@ def test_a_service_that_is_right_passes(command: Callable, place: Path) -> None:
     assert "all within the tolerance of 0.0001" in ended.out
     comparison = json.loads((_folder(place) / "comparison.json").read_text())
     assert comparison["passed"] is True
+    assert comparison["lowest_cosine"] == pytest.approx(1.0, abs=1e-10)
 
 
 @pytest.mark.parametrize("tolerance", [(), ("--tolerance", "0.01")])
@@ -107,12 +108,12 @@ def test_a_wrong_sample_is_named(command: Callable, place: Path, tolerance: tupl
     assert "'17'" in ended.err
     worst = ended.out.partition("the worst samples")[2]
     first = next(line for line in worst.splitlines() if line.startswith("│"))
-    assert [cell.strip() for cell in first.split("│")][1:3] == ["17", "5.00e-01"]
+    assert [cell.strip() for cell in first.split("│")][1:6:2] == ["17", f"{largest / 2:.2e}", "1"]
     ended = command("evaluate", "--vectors", _folder(place), "--against", online, "--json", *tolerance)
     assert ended.code == 1
     comparison = json.loads(ended.out)["comparison"]
     assert comparison["worst"][0]["id"] == "17"
-    assert comparison["worst"][0]["share"] == pytest.approx(0.5, rel=1e-5)
+    assert comparison["worst"][0]["relative"] == pytest.approx(0.5, rel=1e-5)
     assert comparison["num_past"] == 1
     assert command("evaluate", "--vectors", _folder(place), "--against", online, "--tolerance", "0.51").code == 0
 

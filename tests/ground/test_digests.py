@@ -6,8 +6,10 @@ import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -17,6 +19,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.timeline import Span, read_timeline, write_timeline
+from fleetbench.traces import read_table
+from fleetbench.vectors import read_vectors, write_vectors
 from sim.run import simulate
 
 STRATEGY = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 16}, nccl_comm_num=2, sync_nccl_allreduce=False)  # type: ignore[arg-type]  # a table
@@ -124,6 +128,20 @@ def test_a_run_that_the_disk_refuses_leaves_nothing(run: Path, tmp_path: Path, m
     with pytest.raises(EnvironmentLacks, match=r"full.*No space left"):
         save_run(result, tmp_path / "full")
     assert not (tmp_path / "full").exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "trace", "vectors"])
+def test_a_table_that_fits_no_memory_is_not_read(kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small Parquet file may hold billions of rows; the error says how many, and what they would take."""
+    vectors, trace = tmp_path / "vectors.parquet", tmp_path / "trace.parquet"
+    write_vectors(vectors, ["a", "b"], np.ones((2, 3), dtype=np.float32))
+    pd.DataFrame({"rank": [0] * 500_000, "step": range(1, 500_001), "x": [0.0] * 500_000}).to_parquet(trace)
+    read = {"run": lambda: load_run(run), "trace": lambda: read_table(trace, "x"), "vectors": lambda: read_vectors(vectors)}[kind]
+    read()
+    free = {"run": 100, "trace": 10_000_000, "vectors": 100}[kind]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
+    with pytest.raises(EnvironmentLacks, match=r"rows of \d+ columns take .* GiB of memory"):
+        read()
 
 
 def test_a_timeline_is_decompressed_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,13 +53,13 @@ COLUMNS = {
     "no id": ({"name": ["a"], "vector": pa.array([[1.0]], pa.list_(pa.float32()))}, "needs id"),
     "no vector": ({"id": ["a"], "v": pa.array([[1.0]], pa.list_(pa.float32()))}, "and vector, lists"),
     "numbers as ids": ({"id": [1.5], "vector": pa.array([[1.0]], pa.list_(pa.float32()))}, "needs id, text"),
-    "two lengths": ({"id": ["a", "b"], "vector": pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))}, "a whole vector of one length"),
-    "missing number": ({"id": ["a"], "vector": pa.array([[1.0, None]], pa.list_(pa.float32()))}, "a whole vector of one length"),
-    "missing vector": ({"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32()))}, "a whole vector of one length"),
-    "missing fixed": ({"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32(), 1))}, "a whole vector of one length"),
-    "missing id": ({"id": ["a", None], "vector": pa.array([[1.0], [2.0]], pa.list_(pa.float32()))}, "a whole vector of one length"),
+    "two lengths": ({"id": ["a", "b"], "vector": pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))}, "several lengths"),
+    "missing number": ({"id": ["a"], "vector": pa.array([[1.0, None]], pa.list_(pa.float32()))}, "is missing"),
+    "missing vector": ({"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32()))}, "is missing"),
+    "missing fixed": ({"id": ["a", "b"], "vector": pa.array([[1.0], None], pa.list_(pa.float32(), 1))}, "is missing"),
+    "missing id": ({"id": ["a", None], "vector": pa.array([[1.0], [2.0]], pa.list_(pa.float32()))}, "is missing"),
     "twice": ({"id": ["a", "a"], "vector": pa.array([[1.0], [2.0]], pa.list_(pa.float32()))}, "a sample comes twice"),
-    "empty": ({"id": pa.array([], pa.string()), "vector": pa.array([], pa.list_(pa.float32()))}, "a whole vector of one length"),
+    "empty": ({"id": pa.array([], pa.string()), "vector": pa.array([], pa.list_(pa.float32()))}, "holds no vectors"),
 }
 
 

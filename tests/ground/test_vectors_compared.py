@@ -19,21 +19,24 @@ def _vectors(rows: dict[str, list[float]], source: str = "offline") -> Vectors:
 
 
 def test_figures_are_those_of_a_triangle() -> None:
-    """(3, 4) against (4, 3): a difference of 1, a quarter of the largest; (1, 0) against itself: none."""
-    data = compare_vectors(_vectors({"a": [3, 4], "b": [1, 0]}), _vectors({"b": [1, 0], "a": [4, 3]}, "online"), 0.25)
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data == {
-        "offline": "offline",
-        "online": "online",
-        "samples": 2,
-        "length": 2,
-        "tolerance": 0.25,
-        "num_past": 0,
-        "num_not_finite": 0,
-        "num_equal": 1,
-        "worst": [{"id": "a", "share": 0.25}, {"id": "b", "share": 0.0}],
-        "passed": True,
+    """(3, 4) against (4, 3): a cosine of 24/25, a difference of 1, a quarter of the largest; (1, 0) against itself: none."""
+    found = compare_vectors(_vectors({"a": [3, 4], "b": [1, 0]}), _vectors({"b": [1, 0], "a": [4, 3]}, "online"), 0.25)
+    assert (found["samples"], found["length"], found["num_equal"], found["num_past"], found["num_not_finite"]) == (2, 2, 1, 0, 0)
+    worst, equal = found["worst"]
+    assert {name: value for name, value in worst.items() if name != "cosine"} == {
+        "id": "a",
+        "difference": 1.0,
+        "relative": 0.25,
+        "component": 0,
+        "offline": 3.0,
+        "online": 4.0,
     }
+    assert worst["cosine"] == pytest.approx(24 / 25, abs=1e-15)
+    assert (equal["id"], equal["cosine"], equal["difference"], equal["relative"]) == ("b", 1.0, 0.0, 0.0)
+    assert found["mean_cosine"] == pytest.approx((24 / 25 + 1) / 2, abs=1e-15)
+    assert found["lowest_cosine"] == worst["cosine"]
+    assert (found["difference"]["max"], found["difference"]["mean"], found["difference"]["p95"]) == (1.0, 0.5, pytest.approx(0.95))
+    assert (found["relative"]["max"], found["relative"]["mean"]) == (0.25, 0.125)
 
 
 @pytest.mark.parametrize(("tolerance", "passed"), [(0.25, True), (0.2499999, False), (0.0, False)])
@@ -56,10 +59,11 @@ def test_a_planted_sample_is_found() -> None:
     found = compare_vectors(Vectors(tuple(ids), values, "offline"), online, 1e-4)
     assert found["num_past"] == 1
     worst = found["worst"][0]
-    assert worst["id"] == "sample 217"
-    assert worst["share"] == pytest.approx(0.25 / np.abs(values[217]).max(), rel=1e-4)
+    assert (worst["id"], worst["component"]) == ("sample 217", 5)
+    assert worst["difference"] == pytest.approx(0.25, rel=1e-4)
+    assert worst["relative"] == pytest.approx(0.25 / np.abs(values[217]).max(), rel=1e-4)
     assert len(found["worst"]) == WORST
-    assert [item["share"] for item in found["worst"]] == sorted((item["share"] for item in found["worst"]), reverse=True)
+    assert [item["relative"] for item in found["worst"]] == sorted((item["relative"] for item in found["worst"]), reverse=True)
     other[217, 5] = values[217, 5]
     mended = Vectors(online.ids, other[order], "online")
     assert compare_vectors(Vectors(tuple(ids), values, "offline"), mended, 1e-4)["passed"]
@@ -67,7 +71,7 @@ def test_a_planted_sample_is_found() -> None:
 
 @given(st.lists(st.tuples(*[st.floats(-(2.0**100), 2.0**100, width=32)] * 4), min_size=1, max_size=6))
 def test_figures_follow_their_definitions(pairs: list[tuple[float, ...]]) -> None:
-    """Plain Python's shares for every sample, of any size and sign."""
+    """Plain Python's sums for every sample, of any size and sign."""
     offline = {str(row): [pair[0], pair[1]] for row, pair in enumerate(pairs)}
     online = {str(row): [pair[2], pair[3]] for row, pair in enumerate(pairs)}
     found = {item["id"]: item for item in compare_vectors(_vectors(offline), _vectors(online), 0.0)["worst"]}
@@ -75,30 +79,58 @@ def test_figures_follow_their_definitions(pairs: list[tuple[float, ...]]) -> Non
         b, item = online[name], found[name]
         difference = max(abs(y - x) for x, y in zip(a, b, strict=True))
         largest = max(map(abs, a))
+        assert item["difference"] == difference
         if difference and not largest:
-            assert item["share"] is None
+            assert item["relative"] is None
         else:
-            assert item["share"] == pytest.approx(difference / largest if difference else 0.0, rel=1e-12)
+            assert item["relative"] == pytest.approx(difference / largest if difference else 0.0, rel=1e-12)
+        norms = math.hypot(*a) * math.hypot(*b)
+        if norms > 1e-60:
+            assert item["cosine"] == pytest.approx(math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms, abs=1e-12)
 
 
-def test_vectors_of_zeros() -> None:
-    """Both zero: equal. Where the offline one alone is zero, no tolerance is wide enough."""
+def test_vectors_of_zeros_have_no_angle() -> None:
+    """Both zero: equal. One zero: nothing in common, and no tolerance is wide enough where the offline one is zero."""
     found = compare_vectors(
         _vectors({"both": [0, 0], "one": [0, 0], "other": [2, 0]}), _vectors({"both": [0, -0.0], "one": [1, 0], "other": [0, 0]}), 1e9
     )
-    assert {item["id"]: item["share"] for item in found["worst"]} == {"both": 0.0, "one": None, "other": 1.0}
-    assert (found["num_past"], found["num_not_finite"], found["num_equal"]) == (1, 0, 1)
+    by_name = {item["id"]: item for item in found["worst"]}
+    assert (by_name["both"]["cosine"], by_name["both"]["relative"]) == (1.0, 0.0)
+    assert (by_name["one"]["cosine"], by_name["one"]["relative"]) == (0.0, None)
+    assert (by_name["other"]["cosine"], by_name["other"]["relative"]) == (0.0, 1.0)
+    assert found["num_past"] == 1
+    assert found["num_not_finite"] == 0
+    assert (found["relative"]["max"], found["relative"]["mean"]) == (None, 0.5)
+    assert found["num_equal"] == 1
 
 
 def test_not_a_number_never_passes() -> None:
-    """On either side, or on both, infinity too; it comes first."""
+    """On either side, or on both, infinity too; it comes first, at its place, and the figures are those of the other samples."""
     nan, inf = math.nan, math.inf
     offline = {"fine": [1, 2], "left": [nan, 2], "right": [1, 2], "both": [1, nan], "infinite": [1, inf]}
     online = {"fine": [1, 2.5], "left": [1, 2], "right": [1, inf], "both": [1, nan], "infinite": [1, inf]}
     found = compare_vectors(_vectors(offline), _vectors(online), 1e9)
-    assert (found["num_past"], found["num_not_finite"], found["passed"]) == (4, 4, False)
-    assert found["worst"][-1] == {"id": "fine", "share": 0.25}
-    assert json.loads(json.dumps(found, allow_nan=False))["worst"][0]["share"] is None
+    assert (found["num_past"], found["num_not_finite"]) == (4, 4)
+    assert found["worst"][-1]["id"] == "fine"
+    assert found["difference"]["max"] == 0.5
+    places = {item["id"]: item["component"] for item in found["worst"]}
+    assert places == {"left": 0, "right": 1, "both": 1, "infinite": 1, "fine": 1}
+    data = json.loads(json.dumps(found, allow_nan=False))
+    assert data["worst"][0]["cosine"] is None
+    assert data["worst"][0]["difference"] is None
+    assert data["passed"] is False
+    nothing = compare_vectors(_vectors({"a": [nan]}), _vectors({"a": [nan]}), 1e9)
+    assert (nothing["lowest_cosine"], nothing["difference"]["max"], nothing["num_past"]) == (None, None, 1)
+
+
+def test_the_data_of_json_are_the_figures() -> None:
+    """Every field, and whether it passed."""
+    data = compare_vectors(_vectors({"a": [3, 4]}), _vectors({"a": [4, 3]}, "online"), 0.5)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert (data["offline"], data["online"], data["passed"], data["tolerance"]) == ("offline", "online", True, 0.5)
+    assert data["worst"] == [
+        {"id": "a", "cosine": pytest.approx(0.96), "difference": 1.0, "relative": 0.25, "component": 0, "offline": 3.0, "online": 4.0}
+    ]
 
 
 def test_samples_of_one_side_are_named() -> None:
