@@ -107,4 +107,11 @@ def _hardware(host: Host, links: Links) -> list[tuple[str, str, str]]:
     for each in host.interfaces:
         used = ", in use" if each.name == links.interface else ""
         rows.append((each.name, units.rate(each.speed), f"up{used}, MTU {each.mtu or units.NONE}"))
-    return rows + [(f"{port.name} {port.link_layer}", units.rate(port.rate), port.state) for port in host.ports]
+    rows += [(f"{port.name} {port.link_layer}", units.rate(port.rate), port.state) for port in host.ports]
+    if host.gpus is not None:
+        paths = ", ".join(f"{number} pairs by {path}" for path, number in host.gpus.paths.items())
+        adapters = ", ".join(f"{number} {path} to an adapter" for path, number in host.gpus.adapters.items())
+        speed = host.gpus.nvlink_bytes_per_s
+        state = "; ".join(filter(None, (paths, adapters))) or "one"
+        rows.append(("NVLink", units.rate(None if speed is None else 8 * speed), state))
+    return rows

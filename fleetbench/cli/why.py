@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress, your_script
-from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, add_overrides, load_experiment, number
+from fleetbench.cli.options import Commands, add_command, add_command_line, add_json, add_overrides, load_experiment, number, whole
 from fleetbench.cli.output import columns, emit, say
 from fleetbench.errors import ConfigError
 
@@ -33,6 +33,9 @@ def register(commands: Commands) -> None:
     text = f"about how long to observe, from the command's start; default: {_SECONDS:g}"
     parser.add_argument("--seconds", type=seconds, default=_SECONDS, metavar="S", help=text)
     parser.add_argument("--trace", action="store_true", help="record some steps with torch.profiler; default: only on GPUs")
+    above = number("a number above zero", math.ulp(0.0))
+    parser.add_argument("--link", type=above, metavar="FACTOR", help="with traces: as if links were FACTOR times as fast")
+    parser.add_argument("--ranks", type=whole(2), metavar="N", help="with traces: as if there were N ranks")
     percent = number("a percentage above zero", math.ulp(0.0))
     text = "exit with 1 if more than PERCENT of a step is neither compute nor update"
     parser.add_argument("--fail-above", type=lambda text: percent(text.removesuffix("%")), metavar="PERCENT", help=text)
@@ -57,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         your_script.refuse_workdir(arguments)
         arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
         base = load_experiment(arguments).replace(name="traces")
-        return show(explain_traces(arguments.traces, "TRACE"), arguments, base, old)
+        return show(explain_traces(arguments.traces, "TRACE", link=arguments.link, ranks=arguments.ranks), arguments, base, old)
+    for option, value in (("--link", arguments.link), ("--ranks", arguments.ranks)):
+        if value is not None:
+            raise ConfigError("is for traces; a command has the links and ranks that it has", option, f"{value:g}", "drop it")
     return your_script.drive_script(arguments, partial(_explain, old))
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from fleetbench.config import Config
 from fleetbench.quantities import BitsPerSecond
+from fleetbench.why.gpus import Gpus
 
 SYSFS = Path("/sys")
 LOOPBACK = "lo"
@@ -57,6 +58,8 @@ class Host(Config):
     name: str
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
+    gpus: Gpus | None = None
+    """Connections of GPUs; none without nvidia-smi or GPUs, and if not requested."""
 
     @property
     def has_infiniband(self) -> bool:
@@ -69,7 +72,7 @@ class Host(Config):
 
 
 def this_host(sysfs: Path = SYSFS) -> Host:
-    """Return this host; ``sysfs`` is where sysfs is mounted."""
+    """Return this host without its GPUs; ``sysfs`` is where sysfs is mounted."""
     return Host(name=socket.gethostname(), interfaces=_interfaces(sysfs), ports=_ports(sysfs))
 
 

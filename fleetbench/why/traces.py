@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fleetbench.errors import ConfigError
 from fleetbench.profiler_traces import OUTSIDE, Call, Flags, Trace, matches, read_traces
 from fleetbench.quantities import counted
 from fleetbench.spans import Spans, inside, lengths, union, within, without
@@ -63,12 +64,17 @@ class TraceShares:
     """Waits of hosts for their devices, the longest ``idle_s`` first."""
 
 
-def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
+def shares_of_traces(sources: Sequence[Path], where: str) -> Shares:
     """Return the shares of a step from traces in ``sources``: files, plain or gzip, or folders of them.
 
     ``where`` is the argument's name in errors. Raises ``ConfigError`` for files that are no traces, and for
     traces whose steps cannot be determined.
     """
+    return read_shares(sources, where).shares
+
+
+def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
+    """Return ``shares_of_traces`` with the other results of the traces. Raises the same errors."""
     recorded = read_traces(sources, where, host=True)
     parts = [_divide(trace, recorded.steps) for trace in recorded.traces]
     notes = list(recorded.notes)
@@ -84,6 +90,45 @@ def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
         num_ranks=max(len(recorded.ranks), *(part.trace.world_size or 1 for part in parts)),
         host_waits=idle.host_waits,
     )
+
+
+def projected(found: TraceShares, *, link_factor: float | None, ranks: int | None) -> Shares:
+    """Return an upper bound of the step with links ``link_factor`` times as fast and ``ranks`` ranks.
+
+    None leaves either as it is. A ring all-reduce of S bytes among n ranks moves 2 (n - 1) / n S over each
+    link. So communication takes f = (n' - 1) n / (n' (n - 1)) / ``link_factor`` times as long; latency is
+    neglected. Let a queue of buckets send bucket i, ready at r_i, in c_i, and let the backward end at B >=
+    r_i. Then E = max_i (r_i - B + c_i + c_(i+1) + ...) is exposed. So for f <= 1 at most f E stays exposed,
+    and for f > 1 at most E + (f - 1) T, where T is all communication, hidden or not. Waits for slow ranks
+    stay as they are. Waits that traces do not show count as communication, and then the result is no bound
+    for f < 1.
+
+    Raises ``ConfigError`` for numbers out of range, and for ``ranks`` if the job has one rank.
+    """
+    if (link_factor is not None and link_factor <= 0) or (ranks is not None and ranks < 2):
+        value = f"{link_factor} and {ranks}"
+        raise ConfigError("must be above 0, and ranks at least 2", "link_factor, ranks", value, "link_factor=2, ranks=16")
+    if ranks is not None and found.num_ranks < 2:
+        hint = "name the traces of several ranks"
+        raise ConfigError("cannot be projected from one rank, without all-reduces", "ranks", str(ranks), hint)
+    factor = 1.0 / (link_factor or 1.0)
+    if ranks is not None:
+        factor *= (ranks - 1) * found.num_ranks / (ranks * (found.num_ranks - 1))
+    exposed_s = found.shares.of(*EXCHANGES)
+    more = (factor - 1.0) * (exposed_s + found.hidden_s) if factor > 1.0 else (factor - 1.0) * exposed_s
+    scale = 1.0 + more / exposed_s if exposed_s else 1.0
+    changed = tuple(
+        replace(share, seconds=share.seconds * scale) if share.kind in EXCHANGES and share.rank is None else share
+        for share in found.shares.shares
+    )
+    if not exposed_s and more > 0:
+        changed += (Share(kind="gradients", seconds=more),)
+    step_s = sum(share.seconds for share in changed)
+    is_bound = factor >= 1.0 or found.shares.num_ranks == found.num_ranks
+    note = f"{'an upper bound' if is_bound else 'an estimate'}: communication takes {factor:.3g} times as long"
+    note += ", by a ring's volume and without latency; waits for ranks stay as they are"
+    note += "" if is_bound else ", but those for ranks without traces shrink like communication"
+    return replace(found.shares, step_s=step_s, shares=changed, notes=(*found.shares.notes, note))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,13 @@ from typing import Any, Self
 
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Run
+from real.job.folder import write_json
 from real.job.inside import SHARED
 from real.job.launch import CommandLaunch, Progress
 from real.processes.place import leave_folder, make_folder
 from real.processes.roles import WHY
 from real.processes.started import uninterrupted
-from real.why.look import Look
+from real.why.look import ANSWER, Look
 
 _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
 """Variables with which NCCL prints its transports in a job's output."""
@@ -68,6 +69,10 @@ class LookedAt:
             with uninterrupted():
                 launch.kill()
             leave_folder(self._folder, error)
+
+    def tell(self, numbers: Mapping[str, float]) -> None:
+        """Set the numbers that rank 0 logs into the script's open tracker runs when it ends."""
+        write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
         """Return every rank's part of a look, by rank.

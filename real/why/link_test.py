@@ -12,13 +12,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from fleetbench.children import bound
 from fleetbench.config import Config, decode, encode
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.why.gpus import gpus_of_host
+from fleetbench.why.interfaces import this_host
 from fleetbench.why.links import Links, Remark, remarks_of_links
 from fleetbench.why.nccl_log import Transports, read_nccl_log, remarks
 from real.job.launcher import launch_script
@@ -151,7 +153,8 @@ def main() -> None:
             why = f"the name of {socket.gethostname()} resolves to its loopback, which gloo takes by itself"
             note = f"note: {why}: scripts need {GLOO}={os.environ.get(GLOO)}"
             print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's word to its user
-        links = measure_links()
+        own = this_host() if role.local_rank else replace(this_host(), gpus=gpus_of_host())
+        links = measure_links(host=own)
         said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     world = dist.group.WORLD
     logs = gathered(world, device_of_group(world), said)

@@ -51,12 +51,14 @@ def measure_links(
     seconds: float = 1.0,
     *,
     device: torch.device | None = None,
+    host: Host | None = None,
     pairs: bool = True,
 ) -> Links:
     """Time all-reduces of ``sizes`` bytes in ``group`` (default: the job's own); all its ranks call this.
 
     ``seconds``: approximate time of the all-reduces, with at least three repeats of each size. ``device``: of
-    the tensors, default ``device_of_group``. Between several hosts, messages of 4 MiB are timed too (``pairs``: NCCL makes a
+    the tensors, default ``device_of_group``. ``host``: this rank's host with known facts; that of a host's
+    first rank counts. Between several hosts, messages of 4 MiB are timed too (``pairs``: NCCL makes a
     communicator for each, which takes GPU memory), and with gloo the same all-reduces over each other
     interface. Takes memory for the largest size. A collective that fails raises torch's error.
     """
@@ -66,7 +68,7 @@ def measure_links(
     before = {} if is_nccl else bytes_sent()
     times = _all_reduces(process, device, sizes, seconds)
     interface = None if is_nccl else interface_of_connections(before)
-    told = gathered(process, device, [encode(this_host()), interface])
+    told = gathered(process, device, [encode(host or this_host()), interface])
     hosts, host_of_rank = _by_host([decode(each, Host, "hosts") for each, _ in told])
     used = Counter(each for _, each in told).most_common(1)[0][0]
     own_pairs = _neighbours(process, device, host_of_rank) if pairs and len(hosts) > 1 else []

@@ -6,6 +6,9 @@ from typing import Literal
 from fleetbench.config import Config
 from fleetbench.why.change import DdpChange
 
+ANSWER = "answer.json"
+"""File in the job's folder with the findings, by name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look(Config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -32,9 +33,10 @@ from real.processes.place import Place
 from real.why.events import Events, clock
 from real.why.kept_state import KeptState
 from real.why.links import device_of_group, gathered, measure_links
-from real.why.look import Look
+from real.why.look import ANSWER, Look
 from real.why.readiness import ReadinessClock, median_ns
 from real.why.settings import LivingDdp, library_of
+from real.why.trackers import log_to_open_runs
 
 if TYPE_CHECKING:
     from real.why.fleet_model import FleetModel
@@ -145,6 +147,8 @@ class Observer:
                 return
             self._number += 1
         self._living.change(DdpChange())
+        if self._rank == 0 and (answer := self._folder.path / ANSWER).exists():
+            log_to_open_runs(json.loads(answer.read_text(encoding="utf-8")))
         end_script()
 
     def _look(self, look: Look) -> Steps:

@@ -18,6 +18,7 @@ from fleetbench.cli.doctor import Findings
 from fleetbench.cli.main import main
 from fleetbench.cluster import Link
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.why.gpus import Gpus
 from fleetbench.why.interfaces import Host, Interface, Port
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime
 from fleetbench.why.nccl_log import Transports
@@ -72,7 +73,8 @@ def report() -> LinkReport:
     """What a link test of two hosts with everything may find."""
     interface = Interface(name="enp170s0np0", addresses=("10.0.0.1/24",), mtu=9000, speed=BitsPerSecond(400 * 10**9))
     port = Port(name="mlx5_10:1", link_layer="InfiniBand", state="ACTIVE", rate=BitsPerSecond(400 * 10**9))
-    hosts = tuple(Host(name=f"gpu-node-{number}", interfaces=(interface,), ports=(port,)) for number in (17, 18))
+    gpus = Gpus(paths={"NV18": 28}, adapters={"PIX": 6, "NODE": 2}, nvlink_bytes_per_s=478e9)
+    hosts = tuple(Host(name=f"gpu-node-{number}", interfaces=(interface,), ports=(port,), gpus=gpus) for number in (17, 18))
     times = tuple(
         AllReduceTime(size_bytes=size, median_s=size / 1e9, num=9, algbw_bytes_per_s=1e9, busbw_bytes_per_s=1.9e9, is_correct=size < 2**24)
         for size in (2**16, 2**24)
@@ -106,7 +108,7 @@ def test_the_link_test_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch, c
     said = capsys.readouterr().out
     tables, _, remedies = said.partition("1. ")
     assert max(map(len, tables.splitlines())) <= 80
-    for word in ("16 ranks on 2 hosts", "WRONG", "gpu-node-17", "timed out", "2.27.3"):
+    for word in ("16 ranks on 2 hosts", "WRONG", "3.82 Tbit/s", "gpu-node-17", "28 pairs by NV18", "timed out", "2.27.3"):
         assert word in tables.replace("\n", " "), word
     assert "unset NCCL_NET_GDR_LEVEL" in remedies
     assert "wrong sum" in remedies

@@ -10,7 +10,7 @@ from fleetbench.cli.your_script import TAKE_A_COMMAND
 EXPERIMENT = ["--help", "--json", "--out", "--seed", "--set", "-h", "EXPERIMENT.toml"]
 OPTIONS = {
     "why": sorted(
-        "--against --fail-above --help --json --out --seconds --set --trace --workdir -h TRACE".split()  # noqa: SIM905  # short
+        "--against --fail-above --help --json --link --out --ranks --seconds --set --trace --workdir -h TRACE".split()  # noqa: SIM905  # short
     ),
     "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": sorted([*EXPERIMENT, "--strategy"]),

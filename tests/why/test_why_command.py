@@ -146,6 +146,7 @@ def test_what_cannot_be_looked_at(words: list[str], what: str, tmp_path: Path, c
     [
         ([], "takes either a command that trains, or traces"),
         (["trace.json", "--", "python", "train.py"], "takes either a command that trains, or traces"),
+        (["--link", "2", "--", sys.executable, SCRIPT], "is for traces"),
         (["missing.json"], "missing.json"),
         (["--against", "missing", "--", sys.executable, SCRIPT], "missing"),
         (["--fail-above", "-1", "--", sys.executable, SCRIPT], "above zero"),
@@ -175,10 +176,11 @@ def _written(rank: int, folder: Path, communication: int) -> Path:
 
 
 def test_traces_are_answered_and_gated(traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Six tenths of each step are communication: more than 20 %, and no more than 70 %."""
+    """Six tenths of each step are communication: more than 20 %, and no more than 70 %; and a link twice as fast is projected."""
     out = ["--out", str(tmp_path / "runs")]
-    answer = told(capsys, *traces, *out, "--fail-above", "70")
+    answer = told(capsys, *traces, *out, "--link", "2", "--fail-above", "70")
     assert answer["causes"][0]["name"] == "the network"  # type: ignore[index]  # a list
+    assert any("links 2 times as fast" in note for note in answer["notes"])  # type: ignore[attr-defined]  # as above
     told(capsys, *traces, *out, "--fail-above", "20", code=1)
 
 

@@ -1,7 +1,8 @@
-"""What a host's hardware should carry: a made-up sysfs, and this process's connections."""
+"""What a host's hardware should carry: a made-up sysfs and nvidia-smi, and this process's connections."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 from collections.abc import Iterator
@@ -14,7 +15,37 @@ import pytest
 from fleetbench.config import decode, encode
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.why import interfaces
+from fleetbench.why.gpus import Gpus, gpus_of_host, read_gpus
 from fleetbench.why.interfaces import Host, Interface, Port, bytes_sent, interface_of_connections, shared_interfaces, this_host
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV6\tSYS\tNODE\tPXB\t0-31\t0\t\tN/A
+GPU1\tNV6\t X \tSYS\tPHB\tNODE\t0-31\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tSYS\tSYS\t32-63\t1\t\tN/A
+NIC0\tNODE\tPHB\tSYS\t X \tNODE
+NIC1\tPXB\tNODE\tSYS\tNODE\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+ALONE = Gpus(paths={}, adapters={})
+"""A single GPU, without an adapter."""
+NVLINK = """\
+GPU 0: Some GPU (UUID: GPU-1)
+\t Link 0: 25 GB/s
+\t Link 1: 25.5 GB/s
+GPU 1: Some GPU (UUID: GPU-2)
+\t Link 0: 25 GB/s
+\t Link 1: <inactive>
+"""
 
 
 def write(root: Path, **files: str) -> None:
@@ -82,7 +113,7 @@ def test_interfaces_and_ports_are_those_of_sysfs(sysfs: Path) -> None:
 
 def test_a_host_can_be_told_as_json(sysfs: Path) -> None:
     """Each rank tells its own."""
-    host = this_host(sysfs)
+    host = dataclasses.replace(this_host(sysfs), gpus=read_gpus(TOPOLOGY, NVLINK))
     assert decode(json.loads(json.dumps(encode(host))), Host, "host") == host
 
 
@@ -91,6 +122,25 @@ def test_this_host_has_its_loopback() -> None:
     host = this_host()
     assert host.name == socket.gethostname()
     assert "127.0.0.1/8" in next(found.addresses for found in host.interfaces if found.name == "lo")
+
+
+def test_gpus_are_connected_as_nvidia_smi_says() -> None:
+    """Pairs by path, adapters by the closest one, and the bandwidth of the GPU with the fewest links."""
+    adapters = {"PXB": 1, "PHB": 1, "SYS": 1}
+    expected = Gpus(paths={"NV6": 1, "SYS": 2}, adapters=adapters, nvlink_bytes_per_s=25e9)
+    assert read_gpus(TOPOLOGY, NVLINK) == expected
+    assert read_gpus("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\tN/A\n") == ALONE
+    assert read_gpus("No devices were found\n") is None
+
+
+def test_nvidia_smi_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of that name; one that fails is as none."""
+    fake = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for program, found in (("printf 'GPU0 CPU\\nGPU0 X 0-7\\n'", ALONE), ("exit 9", None)):
+        fake.write_text(f"#!/bin/sh\n{program}\n")
+        fake.chmod(0o755)
+        assert gpus_of_host() == found
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from processes import run_python
 from profiled_devices import CUDA, ROCM, Device
 
 from fleetbench.errors import ConfigError
-from fleetbench.why.shares import Kind, Shares
-from fleetbench.why.traces import TraceShares, read_shares
+from fleetbench.why.shares import Kind, Share, Shares
+from fleetbench.why.traces import TraceShares, projected, read_shares, shares_of_traces
 
 MS = 10_000
 """Tenths of a microsecond."""
@@ -148,6 +148,7 @@ def test_shares_add_up_whatever_overlaps(lag: int, tmp_path: Path) -> None:
     assert found.shares.of("gradients") * 10 == pytest.approx(len(communication - compute) * 1e-7)
     assert found.hidden_s * 10 == pytest.approx(len(communication & compute) * 1e-7)
     assert sum(share.seconds for share in found.shares.shares) == pytest.approx(found.shares.step_s, rel=1e-12)
+    assert shares_of_traces([path], "TRACE") == found.shares
 
 
 @WORDS
@@ -407,7 +408,7 @@ def test_cycles_of_ranks_are_joined(tmp_path: Path) -> None:
         for rank in ranks:
             rank.write(tmp_path / f"rank{rank.rank}.{10**6 + cycle}.pt.trace.json")
             rank.events, rank.now, rank.begun = [], rank.now + 500 * MS, rank.now + 500 * MS
-    shares = read_shares([tmp_path], "TRACE").shares
+    shares = shares_of_traces([tmp_path], "TRACE")
     assert shares.num_steps == 12
     assert shares.step_s * 1e3 == pytest.approx(16, rel=0.01)
     assert ms(shares, "device", waits=True) == pytest.approx(5, rel=0.01)
@@ -494,7 +495,7 @@ def test_torchs_own_trace_has_the_names_that_are_looked_for(tmp_path: Path) -> N
     script.write_text(TRAINING)
     done = run_python([script, path], tmp_path)
     assert done.code == 0, done.out
-    shares = read_shares([path], "TRACE").shares
+    shares = shares_of_traces([path], "TRACE")
     assert shares.num_steps == 6
     assert 20 <= ms(shares, "input") <= shares.step_s * 1e3
     assert ms(shares, "optimizer") > 0
@@ -506,4 +507,47 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """In a sentence that names the file."""
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"(?s)t\.json: is JSON, but no trace.*HINT"):
-        read_shares([tmp_path / "t.json"], "TRACE")
+        shares_of_traces([tmp_path / "t.json"], "TRACE")
+
+
+def test_another_link_changes_what_is_exposed(tmp_path: Path) -> None:
+    """Twice as fast halves it, half as fast adds all communication once more; ranks count by the ring's volume."""
+    rank = Rank(rank=0)
+    for step in range(10):
+        rank.computes(10 * MS)
+        rank.reduces(rank.ready() + 2 * MS)
+        rank.ends(step)
+    found = dataclasses.replace(read([rank], tmp_path), num_ranks=2, hidden_s=1e-3)
+    faster, slower = (projected(found, link_factor=factor, ranks=None) for factor in (2.0, 0.5))
+    assert ms(faster, "gradients") == pytest.approx(1, rel=0.01)
+    assert ms(slower, "gradients") == pytest.approx(5, rel=0.01)  # 2 ms, and 3 ms more of communication
+    assert faster.step_s == pytest.approx(sum(share.seconds for share in faster.shares))
+    assert ms(projected(found, link_factor=None, ranks=4), "gradients") == pytest.approx(3.5, rel=0.01)
+    with pytest.raises(ConfigError, match="ranks"):
+        projected(dataclasses.replace(found, num_ranks=1), link_factor=None, ranks=4)
+
+
+def test_the_bound_of_another_link_holds_for_a_queue_of_buckets() -> None:
+    """Buckets that become ready in a backward of 1 s and are sent one after the other, at any speed."""
+    draw = random.Random(0)  # noqa: S311  # no secret
+    for _ in range(200):
+        ready = sorted(draw.random() for _ in range(draw.randrange(1, 8)))
+        took = [draw.expovariate(5) for _ in ready]
+
+        def exposed_s(factor: float, ready: list[float] = ready, took: list[float] = took) -> float:
+            end = 0.0
+            for begin, each in zip(ready, took, strict=True):
+                end = max(begin, end) + each * factor
+            return max(end - 1.0, 0.0)
+
+        gradients = Share(kind="gradients", seconds=exposed_s(1.0))
+        shares = (Share(kind="device", seconds=1.0), gradients)
+        found = TraceShares(
+            shares=Shares(step_s=1.0 + gradients.seconds, num_steps=1, num_ranks=2, shares=shares),
+            hidden_s=sum(took) - gradients.seconds,
+            num_ranks=2,
+            host_waits=(),
+        )
+        for factor in (0.1, 0.5, 0.9, 1.0, 1.1, 2.0, 10.0):
+            step_s = projected(found, link_factor=1.0 / factor, ranks=None).step_s
+            assert 1.0 + exposed_s(factor) <= step_s + 1e-9

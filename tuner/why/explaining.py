@@ -97,6 +97,8 @@ def explain(
         causes += _better_buckets(seen, simulated)
         causes = [replace(c, remedy=in_words_of(logs[0].wrapper, c.remedy)) for c in _network(causes, seen, simulated)]
         causes = list(_try(job, causes, seen, began + seconds, notes, tell))
+        if not job.is_over:
+            job.tell(_numbers(seen))
     causes.sort(key=lambda cause: (-_gain_s(cause, seen), -cause.seconds))
     return Explanation(
         command=" ".join(command),
@@ -168,6 +170,15 @@ def _traced(job: LookedAt) -> TraceShares | None:
             return None
         found.append(read_shares(sorted(job.folder.glob(f"{name}-rank*.json")), "the steps' traces"))
     return replace(found[0], host_waits=found[1].host_waits)
+
+
+def _numbers(seen: Seen) -> dict[str, float]:
+    """Return milliseconds per step by activity; all waits for ranks are one number."""
+    numbers = {"fleetbench/step_ms": 1e3 * seen.shares.step_s}
+    for share in seen.shares.shares:
+        name = f"fleetbench/{share.kind if share.rank is None else 'wait'}_ms"
+        numbers[name] = numbers.get(name, 0.0) + 1e3 * share.seconds
+    return numbers
 
 
 def _simulate(cause: Cause, seen: Seen, simulated: Simulated | Additive | None) -> Cause:

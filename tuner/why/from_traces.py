@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fleetbench.quantities import counted
 from fleetbench.units import milliseconds
 from fleetbench.why.shares import Kind, Share, Shares
-from fleetbench.why.traces import TraceShares, read_shares
+from fleetbench.why.traces import TraceShares, projected, read_shares
 from tuner.why.causes import LEAST_SHARE, NETWORK, SLOW, Cause
 from tuner.why.explanation import Explanation
 
@@ -23,13 +24,20 @@ _LEAST_IDLE = 0.05
 """Share of a step below which gaps between kernels are no cause."""
 
 
-def explain_traces(sources: Sequence[Path], where: str) -> Explanation:
+def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = None, ranks: int | None = None) -> Explanation:
     """Explain traces.
+
+    ``link``: as if links were this many times as fast; ``ranks``: as if there were this many.
 
     Raises ``ConfigError`` for files that are no traces, or whose steps cannot be determined.
     """
     began = time.monotonic()
     found = read_shares(sources, where)
+    notes = list(found.shares.notes)
+    if link is not None or ranks is not None:
+        other = projected(found, link_factor=link, ranks=ranks)
+        what = [*([f"links {link:g} times as fast"] if link is not None else []), *([counted(ranks, "rank")] if ranks is not None else [])]
+        notes.append(f"with {' and '.join(what)} a step takes {milliseconds(other.step_s)} ms, {other.notes[-1]}")
     return Explanation(
         command=", ".join(map(str, sources)),
         ranks=found.num_ranks,
@@ -41,7 +49,7 @@ def explain_traces(sources: Sequence[Path], where: str) -> Explanation:
         all_s=None,
         foreign_cores=None,
         seconds=time.monotonic() - began,
-        notes=found.shares.notes,
+        notes=tuple(notes),
     )
 
 
