@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.digests import reading
+from fleetbench.digests import reading, refuse_large_table
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import read_file, text_of
+from fleetbench.file_kinds import kind_of, read_file, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,14 +58,16 @@ def read_table(path: str | Path, where: str) -> pd.DataFrame:
     place, hint = f"{where}: {path}", f"a trace is {FORMAT}"
     data = read_file(path, hint, place)
     is_parquet = data.startswith(_PARQUET)
-    text = "" if is_parquet else text_of(data)
-    if text is None or text.lstrip()[:1] in ("{", "["):
-        raise ConfigError("is no table", place, hint=f"{hint}; `fleetbench profile --from` also reads traces of torch.profiler")
+    if not is_parquet and (kind := kind_of(data)) is not None:
+        fits = f"`fleetbench profile --from {path}` reads it" if "torch.profiler" in kind else hint
+        raise ConfigError(f"is no table: it seems to be {kind}", place, hint=fits)
     with reading(place, hint, ArrowException):
         if is_parquet:
+            refuse_large_table(BytesIO(data), place)
             frame = pd.read_parquet(BytesIO(data))
             frame = frame.reset_index() if {"rank", "step"} & set(frame.index.names) else frame
         else:
+            text = text_of(data) or ""
             separator = next((mark for mark in ",;\t" if mark in text.partition("\n")[0]), ",")
             frame = pd.read_csv(StringIO(text), sep=separator, skipinitialspace=True)
     frame = frame.rename(columns={name: str(name).strip().lower() for name in frame.columns})

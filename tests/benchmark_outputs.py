@@ -1,4 +1,4 @@
-"""Output of collective benchmarks, printed from closed forms: nccl-tests 2.16 to 2.19, and its JSON.
+"""Output of collective benchmarks, printed from closed forms: nccl-tests 2.0 to 2.19, its JSON, and OSU's.
 
 The formats are facts of those programs: names and order of columns, their widths, what is in front of a table
 and behind it. Rates are those of nccl-tests' doc/PERFORMANCE.md.
@@ -46,7 +46,7 @@ OTHERS = (
     Collective("scatter", has_root=True),
     Collective("sendrecv", has_redop=True, checks_in_place=False),
 )
-VERSIONS = ("2.16.9", "2.17.8", "2.19.6")
+VERSIONS = ("2.0", "2.10", "2.13.0", "2.13.13", "2.16.9", "2.17.8", "2.19.6")
 
 
 def _at_least(version: str, other: str) -> bool:
@@ -80,20 +80,24 @@ def nccl_tests(
     timestamps: bool = False,
     per_iteration: bool = False,
 ) -> str:
-    """What one run prints."""
+    """What one run prints. Before 2.13 each program has its own columns, and ``error`` is a difference."""
+    is_shared = _at_least(version, "2.13")
     program, lines = f"{collective.name}_perf{suffix}", list[str]()
     if _at_least(version, "2.17.4"):
         lines.append(f"# nccl-tests version {version} nccl-headers=22902 nccl-library=22902")
-    lines.append(f"# Collective test starting: {program}")
-    more = " agg iters: 1 validation: 1 graph: 0"
+    if _at_least(version, "2.16"):
+        lines.append(f"# Collective test starting: {program}")
+    more = " agg iters: 1 validation: 1 graph: 0" if is_shared else " validation: 1 "
     bounds = f"minBytes {sizes[0]} maxBytes {sizes[-1]}"
     lines.append(f"# nThread 1 nGpus {n} {bounds} step: 2(factor) warmup iters: 5 iters: 20{more}")
     lines += ["#", "# Using devices"]
     for rank in range(n):
-        device = f"on {'node-a':>10} device {rank % 8:2} [0000:07:00] NVIDIA H100 80GB HBM3"
-        lines.append(f"#  Rank {rank:2} Group {rank % num_groups:2} Pid {4000 + rank:6} {device}")
-    told = ["redop", "root"]
-    rates = [time_column, "algbw", "busbw", "#wrong"]
+        group = f"Group {rank % num_groups:2} " if _at_least(version, "2.13.10") else ""
+        bus = "0000:07:00" if _at_least(version, "2.15") else "0x07"
+        device = f"on {'node-a':>10} device {rank % 8:2} [{bus}] NVIDIA H100 80GB HBM3"
+        lines.append(f"{'#  ' if group else '#   '}Rank {rank:2} {group}Pid {4000 + rank:6} {device}")
+    told = ["redop"] * (is_shared or collective.has_redop) + ["root"] * (is_shared or collective.has_root)
+    rates = [time_column, "algbw", "busbw", "#wrong" if is_shared else "error"]
     rates += ["i_min", "i_max", "i_p99", "i_cv%"] * per_iteration
     lines += ["#", f"# {'':>10}  {'':>12}  {'':>8}            out-of-place                       in-place"]
     header = f"# {'size':>10}  {'count':>12}  {'type':>8}" + "".join(f"  {name:>6}" for name in told)
@@ -108,7 +112,7 @@ def nccl_tests(
         row += "".join(f"  {redop if name == 'redop' else root:>6}" for name in told)
         for place in (0, 1):
             checks = is_checked and (collective.checks_in_place or place == 0)
-            check = f"{wrong:5}" if checks else "  N/A"
+            check = f"{wrong if is_shared else 2e-07:5g}" if checks else "  N/A"
             own = alg / (2 - place)  # out of place it takes twice as long
             row += f"  {_time(1e6 * seconds * (2 - place), version):>7}  {_rate(own, version):>6}"
             row += f"  {_rate(own * collective.factor(n // num_groups), version):>6}  {check}"
@@ -117,7 +121,8 @@ def nccl_tests(
     num_wrong = 2 * len(sizes) * (wrong > 0)
     lines.append(f"# Out of bounds values : {num_wrong} {'FAILED' if num_wrong else 'OK'}")
     lines += ["# Avg bus bandwidth    : 200.0 ", "#"]
-    lines.append(f"# Collective test concluded: {program}")
+    if _at_least(version, "2.16"):
+        lines.append(f"# Collective test concluded: {program}")
     return "\n".join(lines) + "\n"
 
 
@@ -139,6 +144,20 @@ def nccl_json(collective: Collective = ALL_REDUCE, n: int = 8, *, wrong: int = 0
     args = [f"./build/{collective.name}_perf", "-J", "out.json"]
     data = {"version": 1, "args": args, "env": [], "nccl_version": 22902, "config": config}
     return json.dumps(data | {"results": results, "out_of_bounds": {"count": 0, "okay": "true"}})
+
+
+def osu(title: str = "MPI-CUDA Allreduce", *, full: bool = False, validated: str = "") -> str:
+    """What OSU's ``osu_allreduce`` and its kin print; ``full``: with ``-f``; ``validated``: with ``-c``."""
+    lines = ["", f"# OSU {title} Latency Test v7.4", "# Datatype: MPI_FLOAT."]
+    lines.append(f"{'# Size':<10}  {'Avg Latency(us)':>15}")
+    lines[-1] += "   Min Latency(us)   Max Latency(us)  Iterations" if full else ""
+    lines[-1] += "        Validation" if validated else ""
+    for nbytes in SIZES:
+        us = ALL_REDUCE.seconds(8, nbytes) * 1e6
+        row = f"{nbytes:<10}{us:>18.2f}"
+        row += f"{0.9 * us:>18.2f}{1.1 * us:>18.2f}{100:>12}" if full else ""
+        lines.append(row + (f"{validated:>18}" if validated else ""))
+    return "\n".join(lines) + "\n"
 
 
 PREFIXES: dict[str, Callable[[str], str]] = {

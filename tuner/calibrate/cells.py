@@ -10,7 +10,7 @@ from pathlib import Path
 from fleetbench.collective_logs import all_reduces
 from fleetbench.config import nearest
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import read_file, text_of
+from fleetbench.file_kinds import kind_of, read_file, text_of
 
 GPUS = "gpus"
 """A setting of a cell: the number of all nodes' trainers together."""
@@ -74,15 +74,17 @@ def read_cells(path: str | Path, say: Callable[[str], None] = lambda _: None) ->
     """Read a CSV file of keys of the experiment and what was measured, or a benchmark's output; gzip or not.
 
     An empty value leaves what the experiment declares. ``say`` hears what of a benchmark's output was left out.
-    Raises ``ConfigError`` with the line of what cannot be read.
+    Raises ``ConfigError`` with the line of what cannot be read, or with what a file of another kind seems to be.
     """
-    hint = "name a CSV file with a column `seconds`, or the output of nccl-tests"
-    text = text_of(read_file(path, hint))
-    if text is None:
-        raise ConfigError("holds no measurement", str(path), hint=hint)
-    found = all_reduces(text, str(path), say)
+    hint = "name a CSV file with a column `seconds`, or the output of nccl-tests or osu_allreduce"
+    data = read_file(path, hint)
+    text = text_of(data)
+    found = None if text is None else all_reduces(text, str(path), say)
     if found is not None:
         return tuple(Cell(where=place, seconds=seconds, all_reduce_bytes=nbytes, ranks=ranks) for place, nbytes, seconds, ranks in found)
+    kind = kind_of(data)
+    if text is None or kind is not None:
+        raise ConfigError(f"holds no measurement: it seems to be {kind}", str(path), hint=hint)
     cells = _of_csv(text.splitlines(), str(path))
     if not cells:
         raise ConfigError("holds no measurement", str(path), hint="a row for each measurement, below the names of the columns")
