@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import signal
 import sys
 import threading
@@ -54,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. ``--help`` and ``--version`` raise argparse's ``SystemExit``.
 
-    What the system refuses (``OSError``, ``MemoryError``) is an error of the environment, or of a name. Any
-    other exception than ``FleetbenchError`` is our bug and keeps its traceback.
+    What the system refuses (``OSError``, ``MemoryError``) is an error of the environment. Any other exception
+    than ``FleetbenchError`` is our bug and keeps its traceback.
     """
     try:
         hold_standard_files()
@@ -83,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(EnvironmentLacks(f"too little memory{said}", "this machine", hint="fewer trainers, steps or layers need less"))
     except OSError as error:
         hint = "make room there, see its permissions, or name another folder: --out DIR, or TMPDIR for what is temporary"
-        kind = ConfigError if error.errno == errno.ENAMETOOLONG else EnvironmentLacks
-        return _failed(kind(error.strerror or str(error), str(error.filename or "this machine"), hint=hint))
+        return _failed(EnvironmentLacks(error.strerror or str(error), str(error.filename or "this machine"), hint=hint))
     return code
 
 
