@@ -29,6 +29,12 @@ _SIZES = {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
 _BANDWIDTHS = {f"{prefix}{bit}/s": scale for bit in ("bit", "b") for prefix, scale in _DECIMAL.items()} | {
     f"{size}/s": 8 * scale for size, scale in _SIZES.items()
 }
+_SPELLED = {
+    "bit/s": r"([kKmMgGtT]?)(?:bps|[bB]its?/s(?:ec)?|b/sec)",
+    "B/s": r"([kKmMgGtT]?)(?:Bps|[bB]ytes?/s(?:ec)?|B/s(?:ec)?)",
+}
+"""Other common spellings of units: ``gbps`` means bits, ``GBps`` bytes. ``gb/s`` is ambiguous and is
+refused."""
 _PER_STEP = {"/step": 1}
 _STEPS = {"steps": 1, "step": 1}
 
@@ -39,7 +45,7 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str, number:
     if not isinstance(text, str):
         raise ConfigError(f"a {kind} needs a unit", value=repr(text), hint=f'write it as text, for example "{example}"')
     match = _QUANTITY.fullmatch(text)
-    unit = "" if match is None else re.sub("[\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}]", "u", match[2])
+    unit = "" if match is None else _usual(match[2])
     if match is None or unit not in units:
         known = " ".join(units)
         raise ConfigError(f"not a {kind}", value=repr(text), hint=f'for example "{example}"; units: {known}')
@@ -47,6 +53,14 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str, number:
     if not 0 <= value <= LARGEST:
         raise ConfigError(f"a {kind} cannot be negative, or more than 64 bits count", value=repr(text), hint=f'for example "{example}"')
     return number(value)
+
+
+def _usual(unit: str) -> str:
+    """Return the unit as the tables here spell it."""
+    for usual, pattern in _SPELLED.items():
+        if match := re.fullmatch(pattern, unit):
+            return f"{match[1].upper().replace('K', 'k')}{usual}"
+    return re.sub("[\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}]", "u", unit)
 
 
 def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fleetbench.cli import progress
 from fleetbench.cli.output import say
@@ -104,7 +105,10 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 
 
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
-    """Load the experiment with ``more`` overrides after the command line's, and return notes about it."""
+    """Load the experiment with ``more`` overrides after those of the command line, and return notes about it.
+
+    If ``more``, a point of a sweep, has fewer nodes, settings of the missing nodes are dropped, with a note.
+    """
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
     from fleetbench.hardware.presets import described
@@ -113,9 +117,27 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
         data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more], arguments.strategy)
+        nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed])["cluster"].get("nodes", 1) if more else 1
+        for override in more:
+            with contextlib.suppress(TypeError, KeyError, AttributeError):  # of wrong data, which decoding refuses
+                _leave_out_nodes(data, override, nodes)
         experiment = Experiment.from_dict(data)
     notes = (described(data), *(str(entry.message) for entry in caught))
     return experiment, list(dict.fromkeys(note for note in notes if note is not None))
+
+
+def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
+    """Drop from undecoded data the settings of nodes that ``cluster.nodes=N`` no longer has, with a note.
+
+    ``nodes`` is the number of nodes in the file.
+    """
+    key, _, value = override.partition("=")
+    for entry in data["cluster"].get("node_overrides", ()) if key == "cluster.nodes" and value.isdecimal() else ():
+        missing = set(entry["nodes"]) & set(range(int(value), nodes))
+        if missing:
+            entry["nodes"] = [node for node in entry["nodes"] if node not in missing]
+            data["cluster"]["node_overrides"] = [each for each in data["cluster"]["node_overrides"] if each["nodes"]]
+            say(f"note: at {override} cluster.node_overrides of node {', '.join(map(str, sorted(missing)))} is left out")
 
 
 def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) -> Experiment:
@@ -130,7 +152,7 @@ def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) 
     from fleetbench.profile import profile_of
     from real.profile.measuring import ensure_profile
 
-    with progress.steps("profile") as advance:
+    with progress.steps("profile", lines=True) as advance:
         experiment = ensure_profile(experiment, root, progress=advance, told=_warn)
     profile = profile_of(experiment)
     if profile is not None and profile.busy:

@@ -1,4 +1,7 @@
-"""Progress on stderr, only from rank 0: bars on a terminal, and a line for each finished stage of a tuning."""
+"""Progress on stderr, only from rank 0: bars on a terminal.
+
+Elsewhere nothing, or lines if a command takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,21 @@ Stages = Callable[[str, int, int], None]
 
 
 @contextmanager
-def steps(description: str) -> Iterator[Steps | None]:
+def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
     """Show one bar; yields its callback, or none if stderr is no terminal."""
-    with stages() as advance:
+    with stages(lines=lines) as advance:
         yield None if advance is None else lambda done, total: advance(description, done, total)
 
 
 @contextmanager
-def stages() -> Iterator[Stages | None]:
-    """Show one bar per stage, in the order of their reports; yields the callback, none without a terminal."""
-    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
-        yield None
+def stages(*, lines: bool = False) -> Iterator[Stages | None]:
+    """Show one bar per stage, in the order in which stages report; yields the callback, or none.
+
+    ``lines``: print lines if there is no terminal.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not (is_first and sys.stderr.isatty()):
+        yield _lines() if lines and is_first else None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -86,3 +93,23 @@ def numbered(*names: str) -> Iterator[Stages | None]:
 
 _TITLE = 36
 """Width of a stage's title including its dots, in columns."""
+_OFTEN_S = 2.0
+"""Least seconds between two lines of a stage, except its first and last."""
+
+
+def _lines() -> Stages:
+    """Return a callback that logs the progress of a stage and how long the rest may take."""
+    begun: dict[str, tuple[int, float]] = {}
+    told: dict[str, tuple[int, float]] = {}
+
+    def advance(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        first, begin_s = begun.setdefault(stage, (done, now))
+        said, at_s = told.get(stage, (-1, 0.0))
+        if done == said or (first < done < total and now - at_s < _OFTEN_S):
+            return
+        told[stage] = done, now
+        left = f", the rest in about {(now - begin_s) / (done - first) * (total - done):.0f} s" if first < done < total else ""
+        say(f"{stage}: {done} of {total}{left}")
+
+    return advance

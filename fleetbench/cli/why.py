@@ -70,8 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _explain(old: dict[str, Any] | None, arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
     from tuner.why.explaining import explain
 
-    your_script.warn_of_files(arguments.workdir or Path(), often="")
-    with progress.stages() as advance:
+    with (
+        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out, often=""),
+        progress.stages() as advance,
+    ):
         found = explain(
             command,
             base.run,

@@ -164,8 +164,7 @@ def test_a_machine_without_any_temporary_folder_is_named(command: Callable, tmp_
     Path("train.py").touch()
     ended = command("launch", "--nproc", "1", "train.py")
     assert ended.code == 3
-    assert ended.err.startswith("error: this machine: No usable temporary directory found in ")
-    assert "TMPDIR" in ended.err
+    assert ended.err.startswith("error: TMPDIR: no folder for temporary files can be written\nHINT: ")
 
 
 def test_a_model_is_not_blamed_for_options_of_the_quickstart(command: Callable, tmp_path: Path) -> None:
@@ -201,3 +200,17 @@ def test_what_is_handed_on_may_be_any_bytes(command: Callable, tmp_path: Path) -
     script = tmp_path / os.fsdecode(b"no UTF-8 \xff.py")
     ended = command("launch", "--nproc", "1", script, os.fsdecode(b"\xff"))
     assert "no such script" in ended.err
+
+
+@pytest.mark.parametrize("words", [("sim",), ("real",), ("doctor",), ("tune", "--simulate-only"), ("report", "last")])
+def test_a_working_directory_that_is_gone_is_named(
+    words: tuple[str, ...], command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every command, and not as a file that is missing."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    ended = command(*words)
+    assert ended.code == 3
+    assert ended.err == "error: this machine: the working directory has been removed\nHINT: cd to an existing folder\n"

@@ -14,10 +14,10 @@ OPTIONS = {
     ),
     "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": sorted([*EXPERIMENT, "--strategy"]),
-    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--workdir"]),
+    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--verbose", "-v", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
-    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "OTHER"],
+    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "REPEAT"],
     "launch": [
         "--help",
         "--log-dir",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tunes")
 def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Path, tmp_path: Path) -> None:
-    """KEEP DEFAULT is success, and the report is written."""
+    """KEEP DEFAULT is success; the report is written; ``-v`` has step times side by side with their error, void legs and notes."""
     ended = command("tune", layers, "--out", tmp_path / "runs")
     folder = tmp_path / "runs" / "layers-tune"
     assert ended.code == 0
@@ -158,6 +159,16 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
     assert " ".join(ended.out.split()).endswith(details)
     assert "threads were not searched" not in ended.out
     assert '<td class="n">2, 1 void</td>' in (folder / "report.html").read_text()
+    shutil.rmtree(folder)
+    ended = command("tune", layers, "-v", "--out", tmp_path / "runs")
+    default, candidate = (
+        [cell.strip() for cell in row.split("│")[2:6]] for row in ended.out.splitlines() if row.startswith(("│ d", "│ c"))
+    )
+    assert default == ["9.00", "10.00", "-10.0 %", "0"]
+    assert candidate[-1] == "1"
+    assert "rejected: candidate 1: misses the target" in ended.out
+    assert "left out\n- tune.thread_num stays 1: threads were not searched" in ended.out
+    assert ended.out.startswith("KEEP DEFAULT")
 
 
 @pytest.mark.usefixtures("tunes")

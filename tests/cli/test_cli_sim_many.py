@@ -163,3 +163,12 @@ def test_a_gpu_that_is_not_here_is_to_be_estimated(command: Callable, tmp_path: 
     ended = command("sim", "examples/gpt_350m.toml", "--what-if", "--out", tmp_path / "runs")
     assert ended.code == 3
     assert "HINT: to simulate: fleetbench estimate" in ended.err
+
+
+def test_what_is_said_of_a_node_is_left_out_where_a_point_has_no_such_node(command: Callable, experiment: Files, tmp_path: Path) -> None:
+    """With a note that names point and node; four times as slow, 20 ms of compute take 80 where the node is there."""
+    slow = ("--set", "cluster.node_overrides=[{ nodes = [0, 1], slowdown = 4 }, { nodes = [1], slowdown = 4 }]")
+    ended = command("sim", experiment(), *TWO, *slow, "--sweep", "cluster.nodes=1,2", "--json", "--out", tmp_path / "runs")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("note: at cluster.nodes=1 cluster.node_overrides of node 1 is left out") == 2  # of each override
+    assert [point["compute_s"] for point in json.loads(ended.out)["points"]] == [pytest.approx(0.08)] * 2

@@ -70,6 +70,7 @@ SURROUNDINGS = (
     Surroundings("12 descriptors", "ulimit -n 12", commands=("sim", "tune")),
     Surroundings("12 descriptors", "ulimit -n 12", codes=(4,), commands=("real", "launch")),  # a rank is named
     Surroundings("24 descriptors", "ulimit -n 24", codes=(0, 4)),
+    Surroundings("deleted working directory", "mkdir gone && cd gone && rmdir ../gone", codes=(3,), commands=("sim", "launch")),
     Surroundings("no HOME", "unset HOME", commands=("sim", "launch")),
     Surroundings("HOME is missing", "export HOME=/nonexistent", commands=PLAIN),
     Surroundings("TMPDIR is missing", "export TMPDIR=/nonexistent", codes=(0, 3)),
@@ -90,6 +91,7 @@ SURROUNDINGS = (
     Surroundings("no bytecode", "export PYTHONDONTWRITEBYTECODE=1", commands=("sim",)),
     Surroundings("nice", "renice -n 19 $$ >/dev/null", commands=("sim",)),
     Surroundings("OMP_NUM_THREADS is no number", "export OMP_NUM_THREADS=abc", commands=("sim", "launch")),
+    Surroundings("umask 777", "umask 777", codes=(3,)),
     Surroundings("TMPDIR of somebody else", "chmod 0 tmp", codes=(0, 3), needs_root=True, commands=("launch",)),
     Surroundings("--out of somebody else", "chmod 0 full", codes=(2, 3), needs_root=True, out="full/out", commands=("sim", "real", "tune")),
     Surroundings("full TMPDIR", f"{TMPFS} size=16k tmpfs tmp", needs_root=True, commands=("sim", "tune")),
@@ -104,6 +106,7 @@ SURROUNDINGS = (
     Surroundings("read-only /dev/shm", f"{TMPFS} ro tmpfs /dev/shm", needs_root=True, commands=("sim",)),
 )
 QUICK = (
+    ("umask 777", "real"),
     ("full TMPDIR", "launch"),
     ("own random.py", "sim"),
     ("OMP_NUM_THREADS is no number", "sim"),

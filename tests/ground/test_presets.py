@@ -118,7 +118,7 @@ def test_gpus_are_known_by_every_usual_name() -> None:
             assert gpu_name(spelled, "--gpu") == name
             assert gpu_named(spelled, "--gpu") == catalogue().gpus[name]
             assert Experiment.from_dict({"cluster": {"gpu": spelled}}).cluster.gpu == name
-            assert of(f"2 x 8 {spelled.strip()}, 400 Gbit/s per NIC", NCCL) == of(f"2 x 8 {name}, 400G per NIC", NCCL)
+            assert of(f"2 x 8 {spelled.strip()}, 400 Gbps per NIC", NCCL) == of(f"2 x 8 {name}, 400G per NIC", NCCL)
 
 
 @pytest.mark.parametrize("spelled", OTHERS)

@@ -53,6 +53,20 @@ def test_bits_and_bytes_are_told_apart(text: str, bits_per_second: int) -> None:
     assert q.parse_bandwidth(text) == bits_per_second
 
 
+@pytest.mark.parametrize("prefix", ["k", "M", "G", "T"])
+def test_usual_spellings_of_a_bandwidth_are_read(prefix: str) -> None:
+    """By hand: bits are ``bps`` and ``bit/s`` in any prefix's case, bytes are eight times as much, and ``gb/s`` may be either."""
+    bits = 25 * 10 ** {"k": 3, "M": 6, "G": 9, "T": 12}[prefix]
+    for own in (prefix.lower(), prefix.upper()):
+        for unit in ("bps", "bit/s", "bits/s", "Bit/s", "bit/sec"):
+            assert q.parse_bandwidth(f"25{own}{unit}") == q.parse_bandwidth(f"25 {own}{unit}") == bits
+        for unit in ("Bps", "B/s", "byte/s", "Bytes/s", "B/sec"):
+            assert q.parse_bandwidth(f"25 {own}{unit}") == 8 * bits
+    for ambiguous in {f"25 {prefix.lower()}b/s", f"25 {prefix}BPS"} - {"25 kb/s"}:
+        with pytest.raises(ConfigError, match="not a bandwidth"):
+            q.parse_bandwidth(ambiguous)
+
+
 def test_microseconds_are_read_as_they_are_printed() -> None:
     """Both characters that stand for micro."""
     assert q.parse_duration("3 \N{MICRO SIGN}s") == q.parse_duration("3\N{GREEK SMALL LETTER MU}s") == 3_000

@@ -412,6 +412,7 @@ def test_synthetic_images_are_normalised_bytes(tmp_path: Path) -> None:
         ({"data": "synthetic", "data_options": {"samples": 0}}, "whole number of at least 1"),
         ({"data": "synthetic", "data_options": {"samples": 1.5}}, "whole number of at least 1"),
         ({"data": "synthetic", "data_options": {"length": 3}}, r"data_options\.length: not an option"),
+        ({"model": "resnet50", "data": "synthetic", "batch_size": 1, "data_options": {"image_size": 32}}, "more than one value a channel"),
         ({"model": "bert_base", "data": "synthetic", "model_options": {"heads": 7}}, "does not divide hidden"),
         ({"model": "bert_base", "data": "synthetic", "model_options": {"positions": 64}}, r"data_options\.length: the model has fewer"),
         ({"model": "bert_base", "data": "pydocs"}, r"model_options\.classes: is too small for the bytes"),

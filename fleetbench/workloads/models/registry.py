@@ -139,6 +139,10 @@ def check_model(workload: Workload) -> None:
         raise ConfigError("the digits have 64 features", "workload.model_options.features", repr(model_option(workload, "features")), hint)
     if INPUTS[workload.model] == "tokens":
         _check_tokens(workload, source)
+    elif INPUTS[workload.model] == "images" and workload.batch_size == 1 and (size := sizes(workload, "images")["image_size"]) <= 32:
+        # a 32-fold reduction leaves one value per channel, which has no variance
+        hint = "use workload.batch_size = 2 or more, or larger images"
+        raise ConfigError("batch norm needs more than one value a channel", "workload.data_options.image_size", str(size), hint)
     elif INPUTS[workload.model] == "clicks" and (rows := model_option(workload, "rows")) > MOST_ROWS:
         raise ConfigError("is more than a batch can name", "workload.model_options.rows", str(rows), f"at most {MOST_ROWS}")
 
