@@ -2,11 +2,9 @@
 
 ``read_traces`` gives the times, ``read_profiler`` the sums. A device may lag its host by whole steps, so a
 kernel belongs to the step in whose host time it was *launched*: a kernel and its launch
-(``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) share one ``args.correlation``. A kernel
-without a launch in the trace belongs to the step of its neighbours on its stream, if that is one step;
-kernels before the first launched one were launched before the trace began. In a trace without any launches,
-steps come from ``gpu_user_annotation``, or, if the device is idle whenever a step begins, from the host's
-time. In a trace without kernels, operators count, in the step that runs them.
+(``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) share one ``args.correlation``. Kernels
+before the first launched one on their stream were launched before the trace began; other kernels without a
+launch are left out, with a note. In a trace without kernels, operators count, in the step that runs them.
 
 Time in which two kernels run at once counts once. Names decide whether a kernel or operator is communication.
 """
@@ -57,13 +55,12 @@ _WAITS = re.compile(
 _HINT = "record CPU and CUDA activities with torch.profiler.profile, and call profiler.step() after each training step"
 _LOST = 0.01
 """Largest share of a trace's kernel time that may be unnamed, or be left out without a note."""
+TRACES = (".json", ".json.gz")
+"""Ends of the names of trace files."""
 MOST_BYTES = 2**31
 """Largest size of a trace in bytes, decompressed. Larger traces are refused."""
 OUTSIDE, NEVER = -1, -2
 """Values in place of a step: launched outside of all steps; not launched in this trace."""
-_IDLE_NS = 2_000
-"""Nanoseconds. A device that is idle this long before and after a step begins has finished all earlier
-work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +72,7 @@ class Work:
     end: Integers
     """End in ns."""
     launched: Integers
-    """Time of the launch by the host in ns; ``begin`` if no kernel's launch is known, and -1 if only this
-    kernel's is unknown."""
+    """Time of the launch by the host in ns, -1 if it is unknown; ``begin`` of an operator."""
     at: Integers
     """Index of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
     communicates: Flags
@@ -98,8 +94,6 @@ class Call:
     """End in ns."""
     name: str
     thread: str
-    stack: str = ""
-    """Python calls that led to it, innermost first, separated by semicolons; only torch 1.x records them."""
     is_python: bool = False
     """Whether it is a Python function, named like ``train.py(12): main``, rather than an operator, range or
     runtime call."""
@@ -222,7 +216,7 @@ def _files(sources: Sequence[Path], where: str) -> list[Path]:
     found: list[Path] = []
     for source in sources:
         files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
-        traces = [path for path in files if path == source or path.name.endswith((".json", ".json.gz"))]
+        traces = [path for path in files if path == source or path.name.endswith(TRACES)]
         found += traces
         if not traces:
             held = f"{source}: {counted(len(files), 'file')}{f', such as {files[0].name}' if files else ''}"
@@ -239,13 +233,10 @@ def _ranks(traces: Sequence[Trace], where: str) -> tuple[list[int], list[str]]:
     if len(ranks) == len(traces):
         says = all(trace.rank is not None for trace in traces)
         return ranks, [] if says else ["ranks are those of the files' names, as a trace has no distributedInfo"]
-    if ranks:
+    if ranks or len({trace.worker for trace in traces}) > 1:
         hint = "put the rank into the file's name, as in rank3.pt.trace.json"
-        raise ConfigError("says no rank, unlike others", where, str(traces[told.index(None)].path), hint)
-    workers = sorted({trace.worker for trace in traces}, key=lambda name: [part.zfill(20) for part in re.split(r"(\d+)", name)])
-    order = ", ".join(f"{worker} is rank {number}" for number, worker in enumerate(workers[:4]))
-    notes = [f"no trace says its rank, so the order of names counts: {order}"] if len(workers) > 1 else []
-    return [workers.index(trace.worker) for trace in traces], notes
+        raise ConfigError("say no rank", where, ", ".join(trace.path.name for trace in traces[:4]), hint)
+    return [0] * len(traces), []
 
 
 def _spread(values: pd.Series[float]) -> str:
@@ -259,8 +250,6 @@ class _Events:
 
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     """Start and end on the host, and number, of each step."""
-    device_steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Start and end on the device, and number, of each step."""
     launches: dict[Any, int] = field(default_factory=dict)
     """Start of each launch, by correlation."""
     kernels: list[tuple[int, int, str, Any, Any]] = field(default_factory=list)
@@ -289,7 +278,8 @@ class _Events:
         if self.host is not None:
             self._add_host(self.host, name, kind, begin, end, table)
         if (step := _STEP.match(name)) is not None:
-            (self.device_steps if kind == "gpu_user_annotation" else self.steps).append((begin, end, int(step[1])))
+            if kind != "gpu_user_annotation":  # which is the step's place on the device
+                self.steps.append((begin, end, int(step[1])))
         elif kind == "kernel":
             self.kernels.append((begin, end, name, correlation, (table.get("pid"), table.get("tid"))))
             arguments = table.get("args") or {}
@@ -309,8 +299,7 @@ class _Events:
         is_wait = _WAITS.fullmatch(name) is not None
         if not (is_python or is_operator or is_range or is_wait or kind in _COPIES):
             return
-        stack = (table.get("args") or {}).get("Call stack") or ""
-        call = Call(begin, end, name, f"{table.get('pid')} {table.get('tid')}", str(stack), is_python)
+        call = Call(begin, end, name, f"{table.get('pid')} {table.get('tid')}", is_python)
         if kind in _COPIES:
             host.copies.append(call)
         if is_range:
@@ -340,7 +329,7 @@ def _read(path: Path, where: str, *, host: bool) -> Trace:
     notes = list[str]()
     at, launched = _step_of(begin, begins, ends), begin
     if events.kernels:
-        at, launched = _launched(events, begins, ends, begin, end, place, notes)
+        at, launched = _launched(events, begins, ends, place)
     took = Counter[str]()
     for item, ns in zip(work, (end - begin) * (at >= 0), strict=True):
         took[str(item[2])] += int(ns)
@@ -393,43 +382,17 @@ def _refuse(events: _Events, place: str) -> None:
         raise ConfigError("has neither kernels nor operators", place, held, _HINT)
 
 
-def _launched(
-    events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str, notes: list[str]
-) -> tuple[Integers, Integers]:
+def _launched(events: _Events, begins: Integers, ends: Integers, place: str) -> tuple[Integers, Integers]:
     """Return the index in ``begins`` of each kernel's step, and when it was launched; see the module."""
-    launches = [events.launches.get(kernel[3], -1) for kernel in events.kernels]
-    if max(launches) < 0:
-        by = "the device's own annotations" if events.device_steps else "the host's time, as the device is idle where steps begin"
-        notes.append(f"a trace has no launches of its kernels: they are given to steps by {by}")
-        return _unlaunched(events, begins, ends, begin, end, place), begin
-    at = np.where(np.array(launches) < 0, NEVER, _step_of(np.array(launches), begins, ends))
-    streams: dict[Any, list[int]] = {}
-    for index in np.argsort(begin, kind="stable"):
-        streams.setdefault(events.kernels[index][4], []).append(int(index))
-    for indices in streams.values():
-        own = at[indices]
-        known = np.flatnonzero(own != NEVER)
-        own[: known[0] if len(known) else 0] = OUTSIDE  # launched before the trace began
-        following = [*own[known[1:]], len(begins) - 1]  # nothing is launched after the last step
-        for before, after, step in zip(known, [*known[1:], len(own)], following, strict=True):
-            if own[before] == step:
-                own[before:after] = step
-        at[indices] = own
-    return at, np.array(launches)
-
-
-def _unlaunched(events: _Events, begins: Integers, ends: Integers, begin: Integers, end: Integers, place: str) -> Integers:
-    """Return the step of each kernel in a trace without launches."""
-    if events.device_steps:
-        at = np.full(len(begin), NEVER)
-        places = {number: index for index, (*_, number) in enumerate(sorted(events.steps))}
-        for first, last, number in events.device_steps:
-            at[(begin >= first) & (begin < last)] = places.get(number, NEVER)
-        return at
-    if any(((begin < first + _IDLE_NS) & (end > first - _IDLE_NS)).any() for first in begins):
-        what = "has no launches of its kernels, and the device is busy where a step begins: which kernel is of which step is unknown"
-        raise ConfigError(what, place, f"{len(begin):,} kernels", _HINT)
-    return _step_of(begin, begins, ends)
+    launched = np.array([events.launches.get(kernel[3], -1) for kernel in events.kernels])
+    if launched.max() < 0:
+        raise ConfigError("has no launches of its kernels, which say of which step they are", place, f"{len(launched):,} kernels", _HINT)
+    first = dict[Any, int]()
+    for (begin, *_, stream), launch in zip(events.kernels, launched, strict=True):
+        if launch >= 0:
+            first[stream] = min(begin, first.get(stream, begin))
+    is_earlier = np.array([begin < first.get(stream, 0) for begin, *_, stream in events.kernels])
+    return np.where(launched >= 0, _step_of(launched, begins, ends), np.where(is_earlier, OUTSIDE, NEVER)), launched
 
 
 def matches(names: Sequence[str], pattern: re.Pattern[str]) -> Flags:

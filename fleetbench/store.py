@@ -110,16 +110,11 @@ def _runs_below(path: Path) -> str:
 def load_run(path: str | Path) -> RunResult:
     """Read a complete run.
 
-    Raises ``ConfigError`` for a folder that is no run, was never finished, or has changed since it was
-    written.
+    Raises ``ConfigError`` for a folder that is no complete run, or has changed since it was written.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise ConfigError("no such run folder", str(path), hint="runs are below ./runs, or where --out said")
-    if not (path / MANIFEST).is_file() and not (path / "experiment.toml").is_file():
-        raise ConfigError("no run folder", str(path), hint=_runs_below(path))
     if not (path / MANIFEST).is_file():
-        raise ConfigError("not a complete run: it has no manifest.json", str(path), hint="the run was interrupted; start it again")
+        raise ConfigError("no complete run: there is no manifest.json, which is written last", str(path), hint=_runs_below(path))
     if (path / "profile.toml").is_file():
         simulated = next((file for file in path.glob("estimated.toml")), path / "measured.toml")
         hint = f"fleetbench sim {simulated} simulates with it"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from fleetbench.report.fidelity import Figures, Spread
+    from fleetbench.report.fidelity import Figures
     from fleetbench.result import RunResult
 
 
@@ -40,9 +40,8 @@ def register(commands: Commands) -> None:
     parser = add_command(commands, "compare", "compare two runs; a simulated and a real one step by step", run)
     parser.add_argument("a", type=Path, metavar="A", help="a run folder")
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
-    repeats = "further real runs of the same experiment: their differences are the noise, to judge the simulation's error"
-    parser.add_argument("repeats", type=Path, nargs="*", metavar="REPEAT", help=repeats)
-    drawn = "draw all losses, also of REPEAT, against steps and seconds; runs that differ only in their seed become one line with a band"
+    parser.add_argument("others", type=Path, nargs="*", metavar="OTHER", help="with --losses: further runs to draw")
+    drawn = "draw all losses, also of OTHER, against steps and seconds; runs that differ only in their seed become one line with a band"
     parser.add_argument("--losses", type=Path, metavar="PNG", help=drawn)
     gate = "exit with 1 if the mean step times differ by more than this, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
@@ -55,16 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.report.fidelity import compare_fidelity
     from fleetbench.report.model import read_run
 
-    a, b, *repeats = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.repeats))
-    comparison = compare_runs(a, b)
-    fidelity, draws = compare_fidelity(a, b, repeats if arguments.losses is None else ()), arguments.losses is not None
-    if draws:
-        _draw_losses([a, b, *repeats], arguments.losses)
+    if arguments.others and arguments.losses is None:
+        raise ConfigError(
+            "further runs are drawn by --losses", "OTHER", str(arguments.others[0]), "name two runs, or add --losses losses.png"
+        )
+    a, b, *others = (read_run(folder) for folder in (arguments.a, arguments.b, *arguments.others))
+    comparison, fidelity = compare_runs(a, b), compare_fidelity(a, b)
+    if arguments.losses is not None:
+        _draw_losses([a, b, *others], arguments.losses)
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity}), indent=1))
     else:
-        if draws and repeats:
-            emit_table(_table([a, b, *repeats]))
+        if others:
+            emit_table(_table([a, b, *others]))
         emit(comparison.text())
         emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
         if fidelity is not None:
@@ -131,7 +133,7 @@ def _labels(runs: Sequence[RunResult]) -> list[str]:
 
 
 def _print_fidelity(fidelity: Figures) -> None:
-    """Print the differences, the errors next to the noise, and the notes."""
+    """Print the differences, the errors, and the notes."""
     from fleetbench.report.fidelity import difference_text
 
     emit("")
@@ -142,56 +144,28 @@ def _print_fidelity(fidelity: Figures) -> None:
     for difference in fidelity["differences"]:
         emit(f"  {'!' if difference['other_steps'] else '-'} {difference_text(difference)}")
     if fidelity["comparable"]:
-        _print_errors(fidelity["errors"], fidelity["noise"], fidelity["within_noise"])
+        _print_errors(fidelity["errors"])
     for note in fidelity["notes"]:
         emit(f"note: {note}")
 
 
-def _print_errors(errors: Figures, noise: Figures | None, within_noise: dict[str, bool]) -> None:
-    emit_table(_phases_table(errors, noise, within_noise))
-    emit(f"error of a step, as a share of it: {_relative(errors['step']['relative'])}")
-    if noise is not None:
-        emit(f"  between {noise['runs']} real runs: {_relative(noise['relative'])}")
-    wall_s = errors["wall_s"]
-    ratio = f"log-ratio {wall_s['log_ratio']:+.4f}"
-    text = f"run time: {units.seconds(wall_s['predicted'])} simulated, {units.seconds(wall_s['true'])} real, {ratio}"
-    if noise is None:
-        emit(text)
-        emit("noise: not measured; name further real runs of this experiment after A and B")
-        return
-    emit(f"{text}; real runs among themselves {noise['wall_log_ratio']:.4f}")
-    if within_noise["wall"]:
-        emit("the error of the run time is below the noise: it is no larger than what real runs differ by")
-
-
-def _phases_table(errors: Figures, noise: Figures | None, within_noise: dict[str, bool]) -> Table:
-    """Return a table of the step and its parts.
-
-    It has means of both runs, and errors over all ranks and steps in ms and in shares of the real step.
-    """
-    columns = ("sim", "real", "bias", "of itself", "of step", "mean abs", "of step", "p95", "max", "noise", "below")
-    table = new_table("error of the simulation (sim - real), ms", "", *columns)
+def _print_errors(errors: Figures) -> None:
+    """Print the error of the step and of its parts over all ranks and steps."""
+    table = new_table("error of the simulation (sim - real), ms", "", "sim", "real", "bias", "of step", "mean abs", "p95", "max")
     for name, label in _NAMES.items():
         phase = errors["step"] if name == "step" else errors["phases"][name]
-        error, share = phase["error_s"], phase["share_of_step"]
-        cells = [
+        error = phase["error_s"]
+        table.add_row(
+            label,
             units.milliseconds(phase["predicted_s"]),
             units.milliseconds(phase["true_s"]),
             units.milliseconds(error["bias"], sign=True),
-            units.percent(phase["relative_bias"], sign=True),
-            units.percent(share["bias"], sign=True),
-            units.milliseconds(error["mean_absolute"]),
-            units.percent(share["mean_absolute"]),
-            units.milliseconds(error["p95"]),
-            units.milliseconds(error["max"]),
-        ]
-        aside = units.NONE if noise is None else units.milliseconds(noise["phases_s"][name]["mean_absolute"])
-        table.add_row(label, *cells, aside, "yes" if within_noise.get(name) else "")
-    if noise is not None:
-        table.caption = "noise: mean abs between two real runs, of the pair furthest apart; below: the error is no larger than that"
-    return table
-
-
-def _relative(spread: Spread) -> str:
-    mean, p95, most = (units.percent(spread[name]) for name in ("mean_absolute", "p95", "max"))
-    return f"bias {units.percent(spread['bias'], sign=True)}, mean abs {mean}, p95 {p95}, max {most}"
+            units.percent(error["bias"] / errors["step"]["true_s"], sign=True),
+            *(units.milliseconds(error[figure]) for figure in ("mean_absolute", "p95", "max")),
+        )
+    emit_table(table)
+    relative, wall_s = errors["step"]["relative"], errors["wall_s"]
+    mean, p95, most = (units.percent(relative[name]) for name in ("mean_absolute", "p95", "max"))
+    bias = units.percent(relative["bias"], sign=True)
+    emit(f"error of a step, as a share of it: bias {bias}, mean abs {mean}, p95 {p95}, max {most}")
+    emit(f"run time: {units.seconds(wall_s['predicted'])} simulated, {units.seconds(wall_s['true'])} real")

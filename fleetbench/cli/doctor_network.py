@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fleetbench import units
@@ -13,8 +13,6 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from fleetbench.why.interfaces import Host
     from fleetbench.why.links import Links
     from fleetbench.why.nccl_log import Transports
@@ -48,13 +46,20 @@ def _default_ranks() -> int:
 
 
 def _emit(tested: LinkReport) -> None:
-    links = tested.links
+    links, names = tested.links, tested.links.host_names
     _emit_times(links)
     if tested.transports is not None:
-        _emit_transports(tested.transports)
-    _emit_hosts(links)
-    if links.pairs or links.interfaces:
-        _emit_between(links)
+        _emit_facts(f"NCCL {tested.transports.version or ''}", ("", "used"), _transports(tested.transports))
+    hosts = [(name, *row) for name, host in zip(names, links.hosts, strict=True) for row in _hardware(host, links)]
+    _emit_facts("hardware", ("host", "link", "should carry", "state"), hosts)
+    between = [
+        (" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), "4 MiB, one rank to one") for pair in links.pairs
+    ]
+    for each in links.interfaces:
+        speed = 8 * each.times[-1].busbw_bytes_per_s if each.times else None
+        between.append((f"gloo over {each.name}", units.rate(speed), each.error or "all-reduce of all ranks"))
+    if between:
+        _emit_facts("between hosts", ("link", "carries", ""), between)
     for number, remark in enumerate(tested.remarks, start=1):
         emit(f"{number}. {remark.what}\n   REMEDY: {remark.remedy}")
     if not tested.remarks:
@@ -67,83 +72,46 @@ def _emit_times(links: Links) -> None:
     title = f"all-reduce: {ranks} on {hosts}, {links.backend}{over}"
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
-        speeds = [_rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
+        speeds = [units.rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
         kib, is_right = each.size_bytes / 2**10, "right" if each.is_correct else "WRONG"
         size = f"{kib:g} KiB" if kib < 2**10 else f"{kib / 2**10:g} MiB"
         table.add_row(size, units.seconds(each.median_s), *speeds, is_right)
     if links.fit is not None:
         latency = units.seconds(links.fit.latency / 1e9)
-        table.caption = f"as a ring of links with {latency} and {_rate(links.fit.bandwidth)}"
+        table.caption = f"as a ring of links with {latency} and {units.rate(links.fit.bandwidth)}"
     emit_table(table)
 
 
-def _emit_transports(found: Transports) -> None:
-    table = new_table(f"NCCL {found.version or ''}", "", "used", left=("used",), show_header=False)
-    _texts_wrap(table, 50)
+def _emit_facts(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table of texts, which stays within 80 columns because its last column wraps."""
+    table = new_table(title, *columns, left=columns[-1:])
+    table.columns[-1].max_width = 28
+    for row in rows:
+        table.add_row(*row)
+    emit_table(table)
+
+
+def _transports(found: Transports) -> list[tuple[str, str]]:
     via = ", ".join(f"{number} x {kind}" for kind, number in sorted(found.connections.items()))
-    table.add_row("network", f"{found.network or 'none'} {' '.join(found.devices)}")
-    table.add_row("connections", via or "none seen")
-    table.add_row("channels", ", ".join(map(str, found.channels)) or units.NONE)
-    table.add_row("NVLS", found.nvls or "not said")
-    for name, value in sorted(found.environment.items()):
-        table.add_row(name, value)
-    emit_table(table)
+    return [
+        ("network", f"{found.network or 'none'} {' '.join(found.devices)}"),
+        ("connections", via or "none seen"),
+        ("channels", ", ".join(map(str, found.channels)) or units.NONE),
+        ("NVLS", found.nvls or "not said"),
+        *sorted(found.environment.items()),
+    ]
 
 
-def _emit_hosts(links: Links) -> None:
-    """Print the hosts; those with the same hardware share their rows."""
-    groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
-    for name, host in zip(links.host_names, links.hosts, strict=True):
-        groups.setdefault(tuple(_rows(host, links)), []).append(name)
-    for rows, names in groups.items():
-        more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
-        table = new_table(f"hardware of {names[0]}{more}", "link", "should carry", "state", left=("state",))
-        _texts_wrap(table, 36)
-        for row in rows:
-            table.add_row(*row)
-        emit_table(table)
-
-
-def _rows(host: Host, links: Links) -> list[tuple[str, str, str]]:
+def _hardware(host: Host, links: Links) -> list[tuple[str, str, str]]:
     rows = []
     for each in host.interfaces:
         used = ", in use" if each.name == links.interface else ""
-        rows.append((each.name, _rate(each.speed), f"up{used}, MTU {each.mtu or units.NONE}"))
-    rows += [(f"{port.name} {port.link_layer}", _rate(port.rate), port.state) for port in host.ports]
+        rows.append((each.name, units.rate(each.speed), f"up{used}, MTU {each.mtu or units.NONE}"))
+    rows += [(f"{port.name} {port.link_layer}", units.rate(port.rate), port.state) for port in host.ports]
     if host.gpus is not None:
         paths = ", ".join(f"{number} pairs by {path}" for path, number in host.gpus.paths.items())
         adapters = ", ".join(f"{number} {path} to an adapter" for path, number in host.gpus.adapters.items())
         speed = host.gpus.nvlink_bytes_per_s
         state = "; ".join(filter(None, (paths, adapters))) or "one"
-        rows.append(("NVLink", _rate(None if speed is None else 8 * speed), state))
+        rows.append(("NVLink", units.rate(None if speed is None else 8 * speed), state))
     return rows
-
-
-def _emit_between(links: Links) -> None:
-    table = new_table("between hosts", "link", "carries", "", left=("",))
-    _texts_wrap(table, 28)
-    names = links.host_names
-    for pair in links.pairs:
-        between = " - ".join(names[host] for host in pair.hosts)
-        table.add_row(between, _rate(8 * pair.bytes_per_s), "4 MiB from one rank to one")
-    table.add_section()
-    for each in links.interfaces:
-        used = ", in use" if each.name == links.interface else ""
-        speed = _rate(8 * each.times[-1].busbw_bytes_per_s if each.times else None)
-        table.add_row(f"gloo over {each.name}{used}", speed, each.error or "all-reduce of all ranks")
-    emit_table(table)
-
-
-def _texts_wrap(table: Table, columns: int) -> None:
-    """Keep the table within 80 columns by wrapping its last column."""
-    table.columns[-1].max_width = columns
-    table.columns[-1].overflow = "fold"
-
-
-def _rate(bits_per_s: float | None) -> str:
-    """Format bits per second with a decimal prefix."""
-    if bits_per_s is None:
-        return units.NONE
-    units_of = ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"))
-    scale, unit = next((each for each in units_of if bits_per_s >= each[0]), units_of[-1])
-    return f"{bits_per_s / scale:.3g} {unit}"

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from fleetbench.digests import MANIFEST
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import begin_of
 from fleetbench.measurements import StragglerFit
-from fleetbench.profiler_traces import read_profiler
+from fleetbench.profiler_traces import TRACES, read_profiler
 from fleetbench.quantities import Nanoseconds
 from fleetbench.store import load_run
 from fleetbench.stragglers import Blocks, Floats, SlowRank, Straggler
-from fleetbench.traces import FORMAT, UNITS, by_rank_and_step, compute_columns, read_table
+from fleetbench.traces import FORMAT, by_rank_and_step, compute_columns, read_table
 from fleetbench.units import seconds
 
 SHARES = (0.5, 0.95, 0.99)
@@ -38,8 +36,6 @@ _LEAST_FACTOR = 1.02
 _CONFIDENCE = 0.95
 _FALSE = 0.05
 """Share of runs with equal ranks in which one may be called slow."""
-_LONG_S, _LONGEST_S = 2.0, 120.0
-"""Seconds of compute per step that may be milliseconds, and seconds that are implausible."""
 _STEADY = 1e-3
 """Share of the median below which a spread counts as none."""
 _TOGETHER = 0.3
@@ -120,14 +116,13 @@ def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
     path, notes = paths[0], tuple[str, ...]()
     if len(paths) == 1 and any((path / name).is_file() for name in (MANIFEST, "experiment.toml")):
         frame = load_run(path).steps
-    elif all(each.is_dir() or _is_json(each, where) for each in paths):
+    elif all(each.is_dir() or each.name.endswith(TRACES) for each in paths):
         frame, notes = read_profiler(paths, where)
     elif len(paths) > 1:
         hint = "one table holds all ranks; of torch.profiler's traces there may be one for each rank"
         raise ConfigError("are several sources, and not all of them traces of torch.profiler", where, ", ".join(map(str, paths[:4])), hint)
     else:
         frame = read_table(path, where)
-        notes = _seconds(frame, path, where)
     columns, hint = compute_columns(frame), f"a source is a run's folder, traces of torch.profiler, or {FORMAT}"
     if columns is None or not {"rank", "step"} <= set(frame.columns):
         raise ConfigError(f"has the columns {', '.join(map(str, frame.columns[:12]))}", where, str(path), hint)
@@ -135,26 +130,6 @@ def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
     if times_s.min() <= 0:
         raise ConfigError("holds a compute time that is not above 0", where, str(path), hint)
     return times_s, notes
-
-
-def _is_json(path: Path, where: str) -> bool:
-    begin = begin_of(path, f"a source is a run's folder, traces of torch.profiler, or {FORMAT}", f"{where}: {path}", 100)
-    return begin.lstrip(b"\xef\xbb\xbf \r\n\t")[:1] in (b"{", b"[")
-
-
-def _seconds(frame: pd.DataFrame, path: Path, where: str) -> tuple[str, ...]:
-    """Return notes about a table whose seconds may be milliseconds.
-
-    Raises ``ConfigError`` if they are implausible.
-    """
-    if "compute_s" not in frame or UNITS.keys() & set(frame.columns):
-        return ()
-    typical_s = float(pd.to_numeric(frame["compute_s"], errors="coerce").median())
-    unit = "milliseconds stand in a column compute_ms"
-    if typical_s > _LONGEST_S:
-        hint = f"{unit}; there are compute_us and compute_ns, too, whatever their size"
-        raise ConfigError(f"has a compute_s of {typical_s:.4g}: seconds of compute in a step", where, str(path), hint)
-    return (f"a step computes for {typical_s:.4g} s by compute_s: {unit}",) if typical_s > _LONG_S else ()
 
 
 def rank_factors(times_s: Floats) -> tuple[list[float], str]:

@@ -252,15 +252,13 @@ def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: st
     return figure
 
 
-def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) -> Drawing:
+def sensitivity(found: SimulatedRecommendation | Sequence[Case]) -> Drawing:
     """Draw the mean step time in ms, or the seconds to a target, unchanged and with one change per row.
 
-    ``found``: an answer by simulation alone, with marks at rows that change the answer; the result of
-    ``what_if``; or a table of seconds with a column for each strategy, whose first row is unchanged.
+    ``found``: an answer by simulation alone, with marks at rows that change the answer; or the result of
+    ``what_if``.
     """
-    if isinstance(found, pd.DataFrame):
-        table = found
-    elif isinstance(found, Sequence):
+    if isinstance(found, Sequence):
         table = pd.DataFrame({"step": {case.name: case.summary.step_s["mean"] for case in found}})
     else:
         rows = {
@@ -286,19 +284,13 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case] | pd.DataFrame) 
     return figure
 
 
-def residuals(found: Mapping[str, tuple[RunResult, RunResult]] | pd.DataFrame, band_percent: float | None = None) -> Drawing:
+def residuals(found: pd.DataFrame, band_percent: float | None = None) -> Drawing:
     """Draw the errors of predicted times in per cent over the measured time.
 
-    ``found``: simulated and real runs by label; or a table with ``measured_s`` and ``predicted_s``, plus
-    ``group`` if there are several. ``band_percent``: difference between two measurements, or the claimed
-    error, drawn as a band around 0.
+    ``found``: a table with ``measured_s`` and ``predicted_s``, plus ``group`` if there are several.
+    ``band_percent``: difference between two measurements, or the claimed error, drawn as a band around 0.
     """
-    if isinstance(found, pd.DataFrame):
-        data = found
-    else:
-        rows = [(simulated.summary.step_s["mean"], real.summary.step_s["mean"]) for simulated, real in found.values()]
-        data = pd.DataFrame(rows, columns=["predicted_s", "measured_s"]).assign(group=list(found))
-    data = data if "group" in data else data.assign(group="predictions")
+    data = found if "group" in found else found.assign(group="predictions")
     data = data.assign(error_percent=100 * (data["predicted_s"] / data["measured_s"] - 1))
     figure = _figure(3.8, data)
     axes = figure.subplots()

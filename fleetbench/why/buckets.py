@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
-from fleetbench.quantities import MIB
+from fleetbench.plan.fusion import fuse
+from fleetbench.plan.layers import Gradient
+from fleetbench.quantities import Nanoseconds
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.why.observed import Readiness
 
 FIRST_CAP_MB, CAP_MB = 1.0, 25.0
@@ -15,26 +19,19 @@ class DdpBucket(NamedTuple):
     """Gradients that are sent together."""
 
     nbytes: int
-    """Bytes of the gradients."""
+    """Bytes of the gradients, a multiple of 4 for each."""
     ready_ns: int
     """Nanoseconds from the start of the backward until the last gradient is ready."""
 
 
 def buckets_of(found: Readiness, cap_mb: float | None) -> list[DdpBucket]:
-    """Return the buckets that DDP forms after its first step.
+    """Return the buckets that DDP forms after its first step, by the plan's rule.
 
-    ``cap_mb`` is in MiB; none: torch's default, with a smaller first bucket. Gradients are added in the order
-    in which they are ready; a bucket is closed as soon as it has as many bytes as its cap. Source:
-    ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
+    ``cap_mb`` is in MiB; none: torch's default, with a smaller first bucket.
     """
-    order = sorted(range(len(found.names)), key=lambda index: found.ready_ns[index])
-    caps = [cap_mb] if cap_mb is not None else [FIRST_CAP_MB, CAP_MB]
-    buckets: list[DdpBucket] = []
-    nbytes, ready_ns = 0, 0
-    for index in order:
-        nbytes += found.nbytes[index]
-        ready_ns = max(ready_ns, found.ready_ns[index])
-        if nbytes >= caps[min(len(buckets), len(caps) - 1)] * MIB:
-            buckets.append(DdpBucket(nbytes, ready_ns))
-            nbytes = 0
-    return [*buckets, DdpBucket(nbytes, ready_ns)] if nbytes else buckets
+    known = zip(found.names, found.nbytes, found.ready_ns, strict=True)
+    gradients = sorted((Gradient(name=name, numel=size // 4, ready=Nanoseconds(ns)) for name, size, ns in known), key=attrgetter("ready"))
+    first, cap = (FIRST_CAP_MB, CAP_MB) if cap_mb is None else (0.0, cap_mb or 1e-6)  # 0 is no cap in the plan, and none fits in DDP
+    strategy = DistributedStrategy(fusion="ddp", first_bucket_size_in_MB=first, fuse_grad_size_in_MB=cap)
+    ready = {gradient.name: gradient.ready for gradient in gradients}
+    return [DdpBucket(bucket.nbytes, max(map(ready.__getitem__, bucket.gradients))) for bucket in fuse(gradients, strategy)]

@@ -114,8 +114,7 @@ def _callers(calls: Sequence[Call], waits: Sequence[Call]) -> Iterator[tuple[str
         if call in wanted:
             operators = [each.name for each in stack if not each.is_python]
             frames = [_MODULE.sub("", each.name) for each in reversed(stack) if each.is_python]
-            frames += [frame for each in reversed(stack) for frame in each.stack.split(";")]
-            own = (frame.strip() for frame in frames if frame.strip() and not _LIBRARY.search(frame.strip()))
+            own = (frame for frame in frames if not _LIBRARY.search(frame))
             aten = (name for name in operators if name.startswith("aten::"))
             found[call] = next(aten, operators[0]), next(own, "")
     return (found[wait] for wait in waits)

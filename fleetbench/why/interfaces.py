@@ -1,7 +1,6 @@
 """Network hardware of a host, and the interfaces that its processes use; without torch.
 
-Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net; tcp_info in
-linux/tcp.h.
+Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband; tcp_info in linux/tcp.h.
 """
 
 import collections
@@ -80,28 +79,18 @@ def this_host(sysfs: Path = SYSFS) -> Host:
 def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
     """Return the interfaces that are up and have an address.
 
-    Their state comes from psutil if sysfs shows another network namespace.
+    A virtual device above no other, as in containers, has no speed: it always says 10 Gbit/s.
     """
     found, known = [], psutil.net_if_stats()
-    for name, addresses in sorted(psutil.net_if_addrs().items()):
-        folder = sysfs / "class/net" / name
-        state = _text(folder / "operstate") or ("up" if name in known and known[name].isup else "down")
-        read = [_with_prefix(entry.address, entry.netmask) for entry in addresses]
-        usable = sorted((each for each in read if each is not None), key=lambda each: ":" in each)
-        if usable and state in ("up", "unknown"):  # loopback and many virtual devices report an unknown state
-            mtu = _number(folder / "mtu") or (known[name].mtu if name in known else None)
-            found.append(Interface(name=name, addresses=tuple(usable), mtu=mtu, speed=_speed(folder)))
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        addresses = filter(None, (_with_prefix(entry.address, entry.netmask) for entry in entries))
+        usable = tuple(sorted(addresses, key=lambda each: ":" in each))
+        if usable and name in known and known[name].isup:
+            folder = sysfs / "class/net" / name
+            speed = known[name].speed if (folder / "device").exists() or any(folder.glob("lower_*")) else 0
+            bits_per_s = BitsPerSecond(speed * 10**6) if speed else None
+            found.append(Interface(name=name, addresses=usable, mtu=known[name].mtu, speed=bits_per_s))
     return tuple(found)
-
-
-def _speed(folder: Path) -> BitsPerSecond | None:
-    """Return the speed.
-
-    None for a virtual device above no other, as in containers, which always says 10 Gbit/s.
-    """
-    is_real = (folder / "device").exists() or any(folder.glob("lower_*"))
-    speed = _number(folder / "speed") or -1  # many drivers return -1 if they do not know
-    return BitsPerSecond(speed * 10**6) if is_real and speed > 0 else None
 
 
 def _with_prefix(address: str, netmask: str | None) -> str | None:
@@ -134,11 +123,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:  # the file is missing, or the driver has no value
         return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
 def bytes_sent() -> Mapping[str, int]:

@@ -95,93 +95,67 @@ def _transport(via: str) -> str:
     return "SHM" if via.startswith("SHM") else "/".join(via.split("/")[:2])
 
 
-def remarks(transports: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark, ...]:
+def remarks(found: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark, ...]:
     """Return what slows NCCL, the largest loss first; empty if nothing does.
 
     ``nodes``: number of hosts. ``has_infiniband``: whether they have an active InfiniBand or RoCE port.
     """
-    between = (_sockets(transports, nodes, has_infiniband), _gdr(transports))
-    inside = (_peer_to_peer(transports), _shared_memory(transports, nodes), _nvls(transports))
-    both = (_channels(transports), *_forced(transports))
-    return tuple(remark for remark in (*between, *inside, *both) if remark is not None)
+    variables = found.environment
 
+    def is_on(name: str) -> bool:
+        return variables.get(name, "0") not in ("0", "-2")
 
-def _unset(transports: Transports, *names: str) -> str | None:
-    """Return ``unset A B`` for the variables that were set according to the log; none if none was."""
-    were = [name for name in names if name in transports.environment]
-    return f"unset {' '.join(were)}" if were else None
+    def unset(*names: str, otherwise: str) -> str:
+        """Return the command that resets the variables that the log shows; ``otherwise`` if it shows none."""
+        were = [name for name in names if name in variables]
+        return f"unset {' '.join(were)}" if were else otherwise
 
-
-def _is_on(transports: Transports, name: str) -> bool:
-    return transports.environment.get(name, "0") not in ("0", "-2")
-
-
-def _sockets(transports: Transports, nodes: int, has_infiniband: bool) -> Remark | None:
-    if nodes < 2 or transports.network != "Socket" or not has_infiniband:
-        return None
-    over = f" over {', '.join(transports.devices)}" if transports.devices else ""
-    what = f"NCCL uses TCP sockets{over} between nodes, and the nodes have InfiniBand or RoCE."
-    if _is_on(transports, "NCCL_IB_DISABLE"):
-        return Remark(what=what, remedy="unset NCCL_IB_DISABLE")
-    reset = _unset(transports, "NCCL_NET", "NCCL_IB_HCA")
-    container = "in a container --device=/dev/infiniband and --ulimit memlock=-1, and libibverbs"
-    return Remark(what=what, remedy=reset or f"let NCCL see the adapters: {container}")
-
-
-def _gdr(transports: Transports) -> Remark | None:
-    """Check GPUDirect RDMA. If one connection has it, the others lack it by design (NCCL_NET_GDR_READ)."""
-    plain = transports.of("NET/") - transports.of("NET/Socket")
-    if not plain or any(kind.endswith("/GDRDMA") for kind in transports.connections):
-        return None
-    what = "NCCL copies through host memory between GPUs and network adapters: GPUDirect RDMA is off."
-    reset = _unset(transports, "NCCL_NET_GDR_LEVEL", "NCCL_IB_CUDA_SUPPORT", "NCCL_DMABUF_ENABLE")
-    remedy = "modprobe nvidia_peermem; NCCL_NET_GDR_LEVEL=SYS, if GPU and adapter are far apart"
-    return Remark(what=what, remedy=reset or remedy)
-
-
-def _peer_to_peer(transports: Transports) -> Remark | None:
-    if _is_on(transports, "NCCL_P2P_DISABLE") or transports.environment.get("NCCL_P2P_LEVEL") in ("LOC", "0"):
-        what = "Peer-to-peer copies between GPUs of a node are switched off."
-        reset = "unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL"  # NCCL up to 2.22 reports the first as the second
-        return Remark(what=what, remedy=reset)
-    shared, direct = transports.of("SHM"), transports.of("P2P/")
-    if not shared:
-        return None
-    some = f"{shared} of {shared + direct} connections inside nodes"
-    remedy = "NCCL_P2P_LEVEL=SYS, and PCIe ACS off in the BIOS; nvidia-smi topo -p2p r says what GPUs can"
-    return Remark(what=f"{some} go through host memory (SHM) instead of peer to peer.", remedy=remedy)
-
-
-def _shared_memory(transports: Transports, nodes: int) -> Remark | None:
-    if _is_on(transports, "NCCL_SHM_DISABLE"):
-        what = "Shared memory between GPUs of a node is switched off."
-        return Remark(what=what, remedy="unset NCCL_SHM_DISABLE")
-    if nodes > 1 or not transports.of("NET/"):
-        return None
-    remedy = "let the ranks share /dev/shm and the host's name: in containers --ipc=host; unset NCCL_HOSTID"
-    return Remark(what="GPUs of one node exchange through the network.", remedy=remedy)
-
-
-def _nvls(transports: Transports) -> Remark | None:
-    if transports.environment.get("NCCL_NVLS_ENABLE") == "0":
-        what = "NVLink SHARP (NVLS), by which NVSwitches sum, is switched off."
-        return Remark(what=what, remedy="unset NCCL_NVLS_ENABLE")
-    if transports.nvls == "unused":
-        what = "NVLink SHARP (NVLS) is available and not used."
-        reset = _unset(transports, "NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
-        return Remark(what=what, remedy=reset or "NCCL_NVLS_ENABLE=1")
-    return None
-
-
-def _channels(transports: Transports) -> Remark | None:
-    if max(transports.channels, default=0) != 1:
-        return None
-    reset = _unset(transports, "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS")
-    what = "NCCL uses one channel: one thread block moves all data."
-    return Remark(what=what, remedy=reset or "NCCL_MIN_NCHANNELS=4")
-
-
-def _forced(transports: Transports) -> list[Remark]:
-    """Report choices that NCCL would make by size and topology if variables did not make them."""
-    made = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if name in transports.environment]
-    return [Remark(what=f"{name} takes a choice from NCCL.", remedy=f"unset {name}") for name in made]
+    over = f" over {', '.join(found.devices)}" if found.devices else ""
+    adapters = "let NCCL see the adapters: in a container --device=/dev/infiniband and --ulimit memlock=-1, and libibverbs"
+    rdma = any(kind.endswith("/GDRDMA") for kind in found.connections)  # then the others lack it by design (NCCL_NET_GDR_READ)
+    p2p_off = is_on("NCCL_P2P_DISABLE") or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0")  # up to 2.22 the first is reported as the second
+    shared, inside = found.of("SHM"), found.of("SHM", "P2P/")
+    shm_off, nvls_off = is_on("NCCL_SHM_DISABLE"), variables.get("NCCL_NVLS_ENABLE") == "0"
+    forced = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if name in variables]
+    rows = (
+        (
+            nodes > 1 and found.network == "Socket" and has_infiniband,
+            f"NCCL uses TCP sockets{over} between nodes, and the nodes have InfiniBand or RoCE.",
+            "unset NCCL_IB_DISABLE" if is_on("NCCL_IB_DISABLE") else unset("NCCL_NET", "NCCL_IB_HCA", otherwise=adapters),
+        ),
+        (
+            found.of("NET/") > found.of("NET/Socket") and not rdma,
+            "NCCL copies through host memory between GPUs and network adapters: GPUDirect RDMA is off.",
+            unset(
+                "NCCL_NET_GDR_LEVEL",
+                "NCCL_IB_CUDA_SUPPORT",
+                "NCCL_DMABUF_ENABLE",
+                otherwise="modprobe nvidia_peermem; NCCL_NET_GDR_LEVEL=SYS, if GPU and adapter are far apart",
+            ),
+        ),
+        (p2p_off, "Peer-to-peer copies between GPUs of a node are switched off.", "unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL"),
+        (
+            shared > 0 and not p2p_off,
+            f"{shared} of {inside} connections inside nodes go through host memory (SHM) instead of peer to peer.",
+            "NCCL_P2P_LEVEL=SYS, and PCIe ACS off in the BIOS; nvidia-smi topo -p2p r says what GPUs can",
+        ),
+        (shm_off, "Shared memory between GPUs of a node is switched off.", "unset NCCL_SHM_DISABLE"),
+        (
+            nodes == 1 and found.of("NET/") > 0 and not shm_off,
+            "GPUs of one node exchange through the network.",
+            "let the ranks share /dev/shm and the host's name: in containers --ipc=host; unset NCCL_HOSTID",
+        ),
+        (nvls_off, "NVLink SHARP (NVLS), by which NVSwitches sum, is switched off.", "unset NCCL_NVLS_ENABLE"),
+        (
+            found.nvls == "unused" and not nvls_off,
+            "NVLink SHARP (NVLS) is available and not used.",
+            unset("NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", otherwise="NCCL_NVLS_ENABLE=1"),
+        ),
+        (
+            max(found.channels, default=0) == 1,
+            "NCCL uses one channel: one thread block moves all data.",
+            unset("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS", otherwise="NCCL_MIN_NCHANNELS=4"),
+        ),
+        *((True, f"{name} takes a choice from NCCL, which it makes by size and topology.", f"unset {name}") for name in forced),
+    )
+    return tuple(Remark(what=what, remedy=remedy) for applies, what, remedy in rows if applies)

@@ -83,7 +83,7 @@ def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
     num = len(recorded.steps) * len(recorded.ranks)
     devices = [part for part in parts if part.trace.has_kernels]
     idle = idle_causes([(part.trace, part.spans["idle"], part.spans["input"]) for part in devices], num)
-    shares = replace(shares, notes=(*notes, *_notes(parts, idle, shares, num)))
+    shares = replace(shares, notes=(*notes, *_notes(parts, idle, shares)))
     return TraceShares(
         shares=shares,
         hidden_s=sum(int(part.hidden.sum()) for part in parts) * 1e-9 / num,
@@ -141,8 +141,6 @@ class _Parts:
     spans: dict[Kind, Spans]
     """Times of each kind of activity. They do not overlap, and together they are the windows."""
     ns: dict[Kind, Integers]
-    copies: Integers
-    """Nanoseconds of copies that nothing hides, which are part of ``device``."""
     hidden: Integers
     """Nanoseconds of communication that compute hides."""
     collectives: dict[int, tuple[tuple[str, ...], Spans]]
@@ -190,7 +188,6 @@ def _divide(trace: Trace, steps: Sequence[int]) -> _Parts:
         windows=windows,
         spans=spans,
         ns=ns,
-        copies=lengths(without(_calls(host.copies), union(compute, exchanges)), windows),
         hidden=lengths(exchanges, windows) - sum(ns[kind] for kind in _EXCHANGES),
         collectives=collectives,
     )
@@ -316,8 +313,8 @@ def _shares(parts: Sequence[_Parts], waits: Waited, ranks: Sequence[int], num_st
     )
 
 
-def _notes(parts: Sequence[_Parts], idle: Idle, shares: Shares, num: int) -> Iterator[str]:
-    """Yield sentences about idle time, communication and copies; ``num`` is ranks times steps."""
+def _notes(parts: Sequence[_Parts], idle: Idle, shares: Shares) -> Iterator[str]:
+    """Yield sentences about idle time and communication."""
     least, num_ranks = _SAID * shares.step_s, max(part.trace.world_size or 1 for part in parts)
     for wait in (wait for wait in idle.host_waits if wait.idle_s > least):
         by = f"{wait.operator}{wait.caller and f' in {wait.caller}'}, {wait.per_step:.3g} times per step"
@@ -338,12 +335,6 @@ def _notes(parts: Sequence[_Parts], idle: Idle, shares: Shares, num: int) -> Ite
     if shares.num_ranks < num_ranks and shares.of(*EXCHANGES) > least:
         of = f"{counted(shares.num_ranks, 'rank')} of {num_ranks}"
         yield f"the traces are of {of}: communication includes waits for the others; their traces tell these"
-    if (copies_s := sum(int(part.copies.sum()) for part in parts) * 1e-9 / num) > least:
-        took = Counter[str]()
-        for call in (call for part in parts for call in part.trace.host.copies):
-            took[call.name] += call.end - call.begin
-        mostly = f"mostly {took.most_common(1)[0][0]}"
-        yield f"device: {_ms(copies_s)} per step are copies that no kernel hides, {mostly}"
 
 
 def _ms(seconds: float) -> str:

@@ -282,9 +282,9 @@ def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
     path = save_run(result(), tmp_path).path
     assert path is not None
     (path / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="not a complete run"):
+    with pytest.raises(ConfigError, match="no complete run"):
         load_run(path)
-    with pytest.raises(ConfigError, match="no such run folder"):
+    with pytest.raises(ConfigError, match="no complete run"):
         load_run(tmp_path / "none")
 
 

@@ -58,14 +58,9 @@ def write(root: Path, **files: str) -> None:
 
 @pytest.fixture
 def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Six interfaces as psutil would name them, of which sysfs says more, and two adapters."""
+    """Six interfaces as psutil would name them, two of which sysfs shows above a device, and two adapters."""
     root = tmp_path / "sys"
-    write(root / "class/net", eth0__operstate="up", eth0__mtu="9000", eth0__speed="25000")
     write(root / "class/net", eth0__device__vendor="0x1", bond0__lower_eth0__mtu="1500")
-    write(root / "class/net", eth1__operstate="down", eth1__mtu="1500", eth1__speed="10000")
-    write(root / "class/net", bond0__operstate="up", bond0__mtu="1500", bond0__speed="50000")
-    write(root / "class/net", veth0__operstate="up", veth0__mtu="1500", veth0__speed="10000")
-    write(root / "class/net", lo__operstate="unknown", lo__mtu="65536")
     one, two = (root / f"class/infiniband/mlx5_{number}/ports/1" for number in (0, 1))
     write(one, rate="400 Gb/sec (4X NDR)", state="4: ACTIVE", link_layer="InfiniBand")
     write(two, rate="2.5 Gb/sec (1X SDR)", state="1: DOWN", link_layer="Ethernet")
@@ -86,12 +81,15 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "lo": [entry("127.0.0.1", "255.0.0.0")],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"far": SimpleNamespace(isup=True, mtu=1400)})
+    told = {"eth0": (True, 9000, 25000), "bond0": (True, 1500, 50000), "eth1": (False, 1500, 10000), "veth0": (True, 1500, 10000)}
+    told |= {"far": (True, 1400, 0), "lo": (True, 65536, 0)}
+    stats = {name: SimpleNamespace(isup=isup, mtu=mtu, speed=speed) for name, (isup, mtu, speed) in told.items()}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
     return root
 
 
 def test_interfaces_and_ports_are_those_of_sysfs(sysfs: Path) -> None:
-    """What is down is left out, a virtual device's speed is unknown; psutil tells what sysfs does not."""
+    """What is down is left out, and a virtual device's speed is unknown."""
     host = this_host(sysfs)
     assert host.interfaces == (
         Interface(name="bond0", addresses=("10.6.0.5/24",), mtu=1500, speed=BitsPerSecond(50 * 10**9)),
