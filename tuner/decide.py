@@ -253,7 +253,7 @@ def _recommendation(found: Finalists, reason: str) -> Recommendation:
 
 def _noise(found: Finalists) -> Noise | None:
     """Return the spread of equal legs, and how many did not count."""
-    num_void = found.state.ledger.num_void
+    num_void = len(found.state.ledger.void)
     if len(found.pairs) <= LEAST_PAIRS:
         return Noise(num_void=num_void) if num_void else None
     logs = np.log([(pair.default_s, pair.speedup) for pair in found.pairs])
@@ -279,5 +279,6 @@ def _gains(found: Finalists) -> dict[str, Any]:
 
 
 def _with_runs(state: State, arm: Arm) -> Arm:
-    runs, void = (tuple(names.get(arm.name, ())) for names in (state.ledger.runs, state.ledger.void))
+    runs = tuple(state.ledger.runs.get(arm.name, ()))
+    void = tuple(run for run in runs if run in state.ledger.void)
     return dataclasses.replace(arm, measured_runs=runs, void_runs=void, ratio=state.ratios.get(arm.name))

@@ -136,9 +136,15 @@ class Outcome(Config):
     @classmethod
     def of(cls, request: Run, took_s: float, startup_s: float) -> Outcome:
         """Return the outcome of a request, before its result is known."""
-        leg, among, side = request.leg, request.among, request.side
-        named = cls(ran=request.ran, timed=timed_by(leg), among=among, side=side, window=leg.window)
-        return replace(named, took_s=took_s, startup_s=startup_s)
+        return cls(
+            ran=request.ran,
+            timed=timed_by(request.leg),
+            among=request.among,
+            side=request.side,
+            window=request.leg.window,
+            took_s=took_s,
+            startup_s=startup_s,
+        )
 
     def with_run(self, result: RunResult, reached: Reached | None) -> Outcome:
         """Return the outcome with a stored run; a run to the target has no times."""

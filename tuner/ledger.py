@@ -51,7 +51,7 @@ class Ledger:
     """Number of steps in the longest run to the target so far, which bounds the next one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of stored runs, by arm."""
-    void: dict[str, list[str]] = field(default_factory=dict)
+    void: set[str] = field(default_factory=set)
     """Names of those runs that are void."""
     _outcomes: tuple[Outcome, ...] = field(init=False)
     """Outcomes in order of time, an earlier tuning's first."""
@@ -62,11 +62,6 @@ class Ledger:
         self.spent_s, self.startup_s = self.evidence.before_s, self.evidence.startup_s
         self._outcomes = (*self.evidence.earlier, *self.evidence.outcomes)
         self._places = {outcome.ran: place for place, outcome in enumerate(self._outcomes)}
-
-    @property
-    def num_void(self) -> int:
-        """Number of void runs of all arms."""
-        return sum(map(len, self.void.values()))
 
     def leg(self, strategy: DistributedStrategy, window: int = 0) -> Leg:
         """Return a leg that prices a step."""
@@ -81,20 +76,12 @@ class Ledger:
         assert outcome.run is not None
         self.runs.setdefault(request.arm, []).append(outcome.run)
         if outcome.void:
-            self.void.setdefault(request.arm, []).append(outcome.run)
+            self.void.add(outcome.run)
         return outcome
-
-    def run_to_target(self, arm: Arm, seed: int) -> Outcome:
-        """Return the outcome of an arm's run to the target with a seed; see ``run``.
-
-        A script's run has no warm-up, in which local steps would not have begun: it trains like an ordinary
-        launch.
-        """
-        return self.run(self._to_target(arm, seed))
 
     def seeds_before(self, arm: Arm, seeds: Sequence[int]) -> int:
         """Return for how many seeds an earlier tuning has run an arm's way of training to the target."""
-        places = (self._places.get(self._to_target(arm, seed).ran) for seed in seeds)
+        places = (self._places.get(self.to_target(arm, seed).ran) for seed in seeds)
         return sum(place is not None and place < len(self.evidence.earlier) for place in places)
 
     def recall(self, arm: Arm, default: Arm) -> tuple[list[Outcome], list[Outcome]] | None:
@@ -131,10 +118,9 @@ class Ledger:
             runs.sort(key=lambda one: self._places.get(one.ran, len(self._places)))
             if not self._is_whole(runs):
                 self._want(runs, comparison)
-            void, is_first = self.num_void, runs[0].arm == default.name
-            step_s = {one.arm: self._in_pair(one).step_s for one in runs}
-            if self.num_void == void:
-                yield Paired(default_s=step_s[default.name], finalist_s=step_s[finalist.name], default_first=is_first)
+            is_first, found = runs[0].side == "default", {one.side: self._in_pair(one) for one in runs}
+            if not any(outcome.void for outcome in found.values()):
+                yield Paired(default_s=found["default"].step_s, finalist_s=found["finalist"].step_s, default_first=is_first)
                 default_first, count = not is_first, count + 1
 
     def _in_pair(self, request: Run) -> Outcome:
@@ -192,7 +178,12 @@ class Ledger:
             steps += (num_targets - 1) * (self.trained_steps or workload.steps) + self._expected_steps(workload.steps)
         return self._ahead_s(steps, starts=number // 2 + num_targets)  # for a script, each pair or run needs a launch
 
-    def _to_target(self, arm: Arm, seed: int) -> Run:
+    def to_target(self, arm: Arm, seed: int) -> Run:
+        """Return the request for an arm's run to the target with a seed.
+
+        A script's run has no warm-up, in which local steps would not have begun: it trains like an ordinary
+        launch.
+        """
         run = self.experiment.run
         leg = Leg(
             strategy=arm.strategy,

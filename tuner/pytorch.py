@@ -7,8 +7,9 @@ by ``fleetbench launch --strategy`` to the script as it is, or by the four lines
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from operator import attrgetter
 
 from fleetbench.config import encode, flat
@@ -82,6 +83,11 @@ class Settings:
     """Fields that PyTorch has no setting for."""
 
     @property
+    def spelled(self) -> list[str]:
+        """The arguments of DistributedDataParallel, as written in a call."""
+        return [f"{name}={value!r}" for name, value in self.arguments.items()]
+
+    @property
     def shards(self) -> bool:
         """Whether ``fully_shard`` is given anything."""
         return self.reshards is not None or self.degree is not None or bool(self.policy)
@@ -150,77 +156,15 @@ def _policy(strategy: DistributedStrategy) -> dict[str, str]:
 
 def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: str, buckets_mb: Sequence[float] = ()) -> str:
     """``recommended.md``: how to use a strategy, in PyTorch's own words where it has them; ``buckets_mb``: see ``in_pytorch``."""
+    import jinja2  # which an answer without this page does not need
+
     plain = in_pytorch(strategy, default, buckets_mb)
-    parts = [f"# {line.partition(':')[0]}", "", line, ""]
-    if plain.others:
-        names = ", ".join(f"`{name} = {_toml(value)}`" for name, value in plain.others.items())
-        parts += [f"PyTorch itself has no setting for {names}. fleetbench applies it:", *_by_fleetbench(strategy, default)]
-        return "\n".join(parts)
-    parts += ["## In plain PyTorch", ""]
-    if plain.shards:
-        where = "Beside the arguments that your script gives to it:" if default.sharding else "In the place of DistributedDataParallel:"
-        parts += [where, "", "```python", *_shards(plain), "```", ""]
-    if plain.arguments or plain.wire is not None:
-        parts += ["Beside the arguments that your script gives it:", "", "```python", *_script(plain), "```", ""]
-    parts += [f"- {text}" for text in _beside(plain)]
-    if libraries := _libraries(plain):
-        parts += ["", "## Where a library wraps the model", "", "| library | what to add |", "|---|---|"]
-        parts += [f"| {name} | `{text}` |" for name, text in libraries.items()]
-    return "\n".join([*parts, "", "## By fleetbench", *_by_fleetbench(strategy, default)])
-
-
-def _script(plain: Settings) -> list[str]:
-    given = "".join(f", {name}={value!r}" for name, value in plain.arguments.items())
-    lines = ["from torch.nn.parallel import DistributedDataParallel", "", f"model = DistributedDataParallel(model{given})"]
-    if plain.wire is not None:
-        hook = f"{plain.wire}_compress_hook"
-        lines = [f"from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import {hook}", *lines]
-        lines.append(f"model.register_comm_hook(None, {hook})")
-    return lines
-
-
-def _shards(plain: Settings) -> list[str]:
-    policy = "MixedPrecisionPolicy, " if plain.policy else ""
-    lines, given = [f"from torch.distributed.fsdp import {policy}fully_shard", ""], ", mesh=mesh" if plain.degree else ""
-    if plain.policy:
-        given += ", mp_policy=policy"
-        lines = ["import torch", *lines, f"policy = MixedPrecisionPolicy({plain.policy})"]
-    if plain.degree:
-        lines = [
-            *([] if plain.policy else ["import torch"]),
-            "import torch.distributed as dist",
-            "from torch.distributed.device_mesh import init_device_mesh",
-            *lines,
-            'device = "cuda" if torch.cuda.is_available() else "cpu"',
-            f"shape = (dist.get_world_size() // {plain.degree}, {plain.degree})",
-            "# replicas need the same parameters before training starts: one seed on all ranks, or one checkpoint",
-            'mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))',
-        ]
-    reshards = "" if plain.reshards is None else f", reshard_after_forward={plain.reshards}"
-    return [
-        *lines,
-        "for block in blocks:  # the model's repeated modules",
-        f"    fully_shard(block{given}{reshards})",
-        f"fully_shard(model{given})",
-    ]
-
-
-def _beside(plain: Settings) -> list[str]:
-    """What is not an argument of DistributedDataParallel."""
-    said = []
-    if plain.threads is not None:
-        said.append(f"environment: `OMP_NUM_THREADS={plain.threads}`")
-    if "bucket_cap_mb_list" in plain.arguments:
-        said.append("`bucket_cap_mb_list` needs torch 2.13 or newer; its sizes are of this model's gradients, from the second step on")
-    if plain.wire == "bf16":
-        said.append("torch has this hook for NCCL; on gloo, `fleetbench launch` has it")
-    if plain.lr_scale is not None:
-        said.append(f"the optimizer's learning rate, and that of its schedule, times {plain.lr_scale:g}")
-    if plain.accumulate is not None:
-        k = plain.accumulate
-        alone = "after `model.set_requires_gradient_sync(False)`" if plain.shards else "inside `model.no_sync()`"
-        said.append(f"an update every {k} backwards, the loss divided by {k}: the first {k - 1} of them {alone}")
-    return said
+    environment = jinja2.Environment(  # noqa: S701  # Markdown, not HTML
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(resources.files("tuner").joinpath("recommended.md.jinja").read_text(encoding="utf-8"))
+    others = ", ".join(f"`{name} = {_toml(value)}`" for name, value in plain.others.items())
+    return template.render(plain=plain, strategy=strategy, default=default, line=line, others=others, libraries=_libraries(plain))
 
 
 def in_words_of(library: Library, text: str) -> str:
@@ -243,51 +187,28 @@ def in_words_of(library: Library, text: str) -> str:
 
 
 def _libraries(plain: Settings) -> dict[str, str]:
+    """What a library that wraps the model is given, by its name."""
     if plain.shards:
         hsdp = f'ParallelismConfig(dp_replicate_size=int(os.environ["WORLD_SIZE"]) // {plain.degree}, dp_shard_size={plain.degree})'
         given: dict[str, str] = {} if plain.reshards is None else {name: text.format(plain.reshards) for name, text in _SHARDING.items()}
         if plain.degree:
             given = {"Accelerate": ", ".join([*filter(None, [given.get("Accelerate")]), f"Accelerator(..., parallelism_config={hsdp})"])}
         return given | {"Lightning": "ModelParallelStrategy(), whose module calls fully_shard in configure_model, as above"}
-    if not plain.arguments and plain.wire is None and plain.accumulate is None:
+    wire, merge = plain.wire, plain.accumulate
+    if not plain.arguments and wire is None and merge is None:
         return {}
-    names = {"bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters"}
-    names |= {"broadcast_buffers": "ddp_broadcast_buffers"}
-    merge = [] if plain.accumulate is None else [f"gradient_accumulation_steps={plain.accumulate}"]
-    is_ddps_alone = bool(plain.arguments.keys() - names.keys())  # which Trainer and Accelerate have no argument for
-    trainer = [*(f"{names.get(name)}={value!r}" for name, value in plain.arguments.items()), *merge]
-    handler, strategy = _spelled(plain.arguments), _spelled(plain.arguments)
-    if plain.wire is not None:
-        handler.append(f"comm_hook=DDPCommunicationHookType.{plain.wire.upper()}")
-        strategy.append(f"ddp_comm_hook=default_hooks.{plain.wire}_compress_hook")
-    accelerator = [*([f"kwargs_handlers=[DistributedDataParallelKwargs({', '.join(handler)})]"] if handler else []), *merge]
-    lightning = [f"strategy=DDPStrategy({', '.join(strategy)})"] if strategy else []
-    lightning += [] if plain.accumulate is None else [f"accumulate_grad_batches={plain.accumulate}"]
+    hooks = {name: [] if wire is None else [text.format(wire, wire.upper())] for name, text in _HOOKS.items()}
+    handler, strategy = (", ".join([*plain.spelled, *hooks[name]]) for name in ("Accelerate", "Lightning"))
+    merges = [] if merge is None else [f"gradient_accumulation_steps={merge}"]
+    lightning = [f"strategy=DDPStrategy({strategy})"] if strategy else []
+    lightning += [] if merge is None else [f"accumulate_grad_batches={merge}"]
     found = {"Lightning": f"Trainer({', '.join(lightning)})"}
-    if not is_ddps_alone:
-        found = {"Accelerate": f"Accelerator({', '.join(accelerator)})"} | found
-    if not is_ddps_alone and plain.wire is None:
-        found = {"Hugging Face Trainer": f"TrainingArguments({', '.join(trainer)})"} | found
-    return found
-
-
-def _spelled(arguments: Mapping[str, object]) -> list[str]:
-    return [f"{name}={value!r}" for name, value in arguments.items()]
-
-
-def _by_fleetbench(strategy: DistributedStrategy, default: DistributedStrategy) -> list[str]:
-    launch = "fleetbench launch --strategy recommended.toml -- torchrun --nproc-per-node N train.py"
-    wrapped = "fully_shard" if default.sharding else "DistributedDataParallel(model)"
-    lines = [
-        "from fleetbench import fleet, DistributedStrategy",
-        "",
-        'fleet.init(DistributedStrategy.load("recommended.toml"))',
-        f"model = fleet.distributed_model(model)  # in place of {wrapped}",
-        *(["optimizer = torch.optim.AdamW(model.parameters())  # after it, as yours is"] if strategy.sharding else []),
-        "optimizer = fleet.distributed_optimizer(optimizer)",
-    ]
-    as_it_is = [] if strategy.sharding and not default.sharding else ["```bash", launch, "```", "", "or, in the script:", ""]
-    return ["", *as_it_is, "```python", *lines, "```", ""]
+    if "bucket_cap_mb_list" in plain.arguments:  # which Trainer and Accelerate have no argument for
+        return found
+    accelerator = [*([f"kwargs_handlers=[DistributedDataParallelKwargs({handler})]"] if handler else []), *merges]
+    found = {"Accelerate": f"Accelerator({', '.join(accelerator)})"} | found
+    trainer = [*(f"ddp_{text}" for text in plain.spelled), *merges]
+    return found if wire else {"Hugging Face Trainer": f"TrainingArguments({', '.join(trainer)})"} | found
 
 
 def _toml(value: object) -> str:

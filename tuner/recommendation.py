@@ -179,14 +179,11 @@ class Pair(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Config):
-    """A simulated trial of the search."""
+    """A simulated strategy of the search."""
 
-    number: int
     parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     simulated_s: float
     """Simulated seconds per step."""
-    repeated: bool = False
-    """Whether it equals an earlier trial in plan, cadence and layer table, and was not simulated again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +229,7 @@ class Recommendation(Annotated):
     arms: tuple[Arm, ...] = ()
     """Strategies that ran for real; the first is the default."""
     trials: tuple[Trial, ...] = ()
-    """Trials of the search."""
+    """Trials of the search, each different strategy once, the fastest first."""
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Arrival of everything that virtual trainers trained, by key (``tuner.learning.Arrival``); empty if it
     does not arrive."""

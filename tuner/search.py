@@ -21,7 +21,7 @@ from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
 from tuner.notes import Note, left_out
 from tuner.recommendation import Trial
-from tuner.space import Equivalence, Space, parameters_of, way_of, with_different_sizes
+from tuner.space import Equivalence, Space, learns_as, parameters_of, way_of, with_different_sizes
 from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
@@ -41,25 +41,28 @@ class Window(Experiment):
     """Number of steps in the training run."""
 
 
+Candidate = tuple[str | None, str, DistributedStrategy]
+"""Arm, if it is one, key and strategy of what is to be simulated; see ``Tried``."""
 StepS = Callable[[DistributedStrategy], float]
 """Function that returns the simulated seconds per step under a strategy, for the steps of ``shortened``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A trial with its strategy."""
+    """A simulated strategy."""
 
-    trial: Trial
     strategy: DistributedStrategy
-    key: str
+    simulated_s: float
+    """Simulated seconds per step."""
+    key: str = ""
     """Key of the strategy; strategies with equal keys are equal to the simulator."""
     arm: str | None = None
-    """Name ``default`` or ``advice``; none for a candidate of the space."""
+    """Name ``default`` or ``advice``; none for other candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """All complete trials: the default is the first, the advice the second."""
+    """Simulated strategies in order of time: the default is the first, the advice, if any, the second."""
 
     tried: tuple[Tried, ...]
     notes: tuple[Note, ...] = ()
@@ -67,13 +70,20 @@ class Search:
 
     @property
     def default(self) -> Tried:
-        """Trial of the experiment's own strategy."""
-        return next(tried for tried in self.tried if tried.arm == "default")
+        """The experiment's own strategy."""
+        return self.tried[0]
 
     @property
     def advice(self) -> Tried | None:
-        """Trial of Fleet's advice; none if only the default was tried."""
+        """Fleet's advice; none if only the default was tried."""
         return next((tried for tried in self.tried if tried.arm == "advice"), None)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Trials for the record, each different strategy once, the fastest first."""
+        different = {tried.key: tried for tried in reversed(self.tried)}.values()
+        ordered = sorted(different, key=lambda tried: tried.simulated_s)
+        return tuple(Trial(parameters=parameters_of(tried.strategy), simulated_s=tried.simulated_s) for tried in ordered)
 
     @property
     def ranked(self) -> tuple[Tried, ...]:
@@ -81,14 +91,12 @@ class Search:
 
         Candidates of a family with equal simulations share one place, which the first of them takes.
         """
-        seen: set[object] = {tried.key for tried in self.tried if tried.arm is not None}
-        found = []
-        for tried in sorted(self.tried, key=_rank):
-            equal = _family(tried), parameters_of(tried.strategy)["wire"], tried.trial.simulated_s
-            if tried.key not in seen and equal not in seen:
-                seen |= {tried.key, equal}
-                found.append(tried)
-        return tuple(found)
+        arms = {tried.key for tried in self.tried if tried.arm is not None}
+        first: dict[object, Tried] = {}
+        for tried in sorted(self.tried, key=lambda tried: tried.simulated_s):
+            if tried.key not in arms:
+                first.setdefault((*learns_as(tried.strategy), tried.simulated_s), tried)
+        return tuple(first.values())
 
     def best(self, count: int, others: Sequence[Tried] = (), seconds: Callable[[Tried], float | None] | None = None) -> tuple[Tried, ...]:
         """Return the best of ``ranked`` and ``others`` by ``seconds`` (default: seconds per step).
@@ -97,29 +105,20 @@ class Search:
         learning rate, comes before the second best of any. One of the default's own family is always
         included: a target that local steps miss is missed by all strategies with as many.
         """
-        price = {id(tried): tried.trial.simulated_s if seconds is None else seconds(tried) for tried in (*self.ranked, *others)}
-
-        def rank(tried: Tried) -> tuple[float, int]:
-            return price[id(tried)] or 0.0, tried.trial.number
-
-        ranked = sorted((tried for tried in (*self.ranked, *others) if price[id(tried)] is not None), key=rank)
-        leaders = {_family(tried): tried for tried in reversed(ranked)}
-        safe = leaders.get(_family(self.default)) if count > 1 else None
-        best = {_family(tried, lr_scale=1.0): tried for tried in reversed(ranked)}
-        first = [tried for tried in ranked if best[_family(tried, lr_scale=1.0)] is tried and tried is not safe]
+        priced = [(one.simulated_s if seconds is None else seconds(one), one) for one in (*self.ranked, *others)]
+        ranked = [one for price, one in sorted(((p, one) for p, one in priced if p is not None), key=lambda item: item[0])]
+        safe = next((one for one in ranked if _family(one) == _family(self.default)), None) if count > 1 else None
+        leaders = {_family(one, lr_scale=1.0): one for one in reversed(ranked)}
+        first = [one for one in ranked if one in leaders.values() and one is not safe]
         chosen = [*first[: count - 1], safe] if safe is not None else first[:count]
-        chosen += [tried for tried in ranked if tried not in chosen][: count - len(chosen)]
-        return tuple(sorted(chosen, key=rank))
+        chosen += [one for one in ranked if one not in chosen][: count - len(chosen)]
+        return tuple(one for one in ranked if one in chosen)
 
 
 def _family(tried: Tried, lr_scale: float | None = None) -> tuple[object, ...]:
     """Return what affects learning or the simulation error, optionally at another learning rate."""
     strategy = tried.strategy if lr_scale is None else tried.strategy.replace(lr_scale=lr_scale)
     return *way_of(strategy), parameters_of(strategy)["wire"] == "fp32"
-
-
-def _rank(tried: Tried) -> tuple[float, int]:
-    return tried.trial.simulated_s, tried.trial.number
 
 
 def search(
@@ -134,36 +133,57 @@ def search(
     """Simulate the default, the advice, if any, and the space; see the module. Raises as ``step_s``."""
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
-    found = _enumerated(experiment, space, arms, same, step_s, tell) or _proposed(experiment, space, arms, same, step_s, tell, out)
+    fewer = with_different_sizes(space, same)
+    found = _enumerated(experiment, fewer, arms, same, step_s, tell)
+    why = "they exclude each other's values, or are one of those to the simulator"
+    if found is None:
+        found = Search(_proposed(experiment, fewer, arms, same, step_s, tell, out))
+        why = "Optuna proposed those (tune.trials), because all are too many, or take more than tune.search_seconds"
     tell(len(found.tried), len(found.tried))
-    return dataclasses.replace(found, notes=(*space.notes, *found.notes))
+    number = sum(one.arm is None for one in found.tried)
+    left = left_out(f"all but {number:,} of {space.size:,} combinations", "are not simulated", why)
+    return dataclasses.replace(found, notes=(*space.notes, *dict.fromkeys(found.notes), left))
 
 
 def search_listed(
-    experiment: Experiment,
-    candidates: Sequence[DistributedStrategy],
+    strategies: Sequence[DistributedStrategy],
     name_of: Callable[[DistributedStrategy], str],
     step_s: StepS,
     progress: Callable[[int, int], None] | None,
-    notes: Sequence[Note] = (),
 ) -> Search:
-    """Simulate the experiment's own strategy, which is the first candidate, and the others.
+    """Simulate the experiment's own strategy, which comes first, and others. Raises as ``step_s`` for the own one."""
+    listed: list[Candidate] = [("default" if not place else None, f"{place}", strategy) for place, strategy in enumerate(strategies)]
+    found = _simulated(listed, step_s, progress or (lambda *_: None), name_of)
+    assert found is not None, "without a limit"
+    return found
 
-    Raises as ``step_s`` for the own one.
+
+def _simulated(
+    listed: Sequence[Candidate],
+    step_s: StepS,
+    tell: Callable[[int, int], None],
+    name_of: Callable[[DistributedStrategy], str],
+    is_too_long: Callable[[int], bool] = lambda _: False,
+) -> Search | None:
+    """Simulate candidates; a note names each that cannot be. Raises as ``step_s`` for an arm.
+
+    None once ``is_too_long``, called with the number of simulated candidates, says so.
     """
-    tell, left, found = progress or (lambda *_: None), [*notes], list[Tried]()
-    for done, strategy in enumerate(candidates):
-        tell(done, len(candidates))
+    tried, notes, values = list[Tried](), list[Note](), dict[str, float]()
+    for done, (arm, key, strategy) in enumerate(listed):
+        tell(done, len(listed))
         try:
-            trial = Trial(number=done, parameters=parameters_of(strategy), simulated_s=step_s(strategy))
+            values[key] = values[key] if key in values else step_s(strategy)
         except ConfigError as error:
-            if strategy == experiment.strategy:
+            if arm is not None:
                 raise
-            left.append(left_out(name_of(strategy), "is not simulated", error))
-        else:
-            found.append(Tried(trial, strategy, f"candidate {done}", None if found else "default"))
-    tell(len(candidates), len(candidates))
-    return Search(tuple(found), tuple(left))
+            notes.append(left_out(name_of(strategy), "cannot be simulated", error))
+            continue
+        tried.append(Tried(strategy, values[key], key, arm))
+        if is_too_long(len(tried)):
+            return None
+    tell(len(listed), len(listed))
+    return Search(tuple(tried), tuple(notes))
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
@@ -226,35 +246,17 @@ def _enumerated(
     None if there are too many, or they take too long and exceed ``tune.trials``.
     """
     tune, began = experiment.tune, time.monotonic()
-    fewer = with_different_sizes(space, same)
-    if fewer.size > MOST_PLANS:
+    if space.size > MOST_PLANS:
         return None
-    candidates = different(fewer, same, [*arms.values()])
-    total, planned, values = len(arms) + len(candidates), time.monotonic(), dict[str, float]()
-    limit_s = math.inf if total <= tune.trials else tune.search_seconds
-    if limit_s == 0:
-        return None
-    tried: list[Tried] = []
-    notes: list[Note] = []
-    in_turn = [*((arm, same.key(strategy), strategy) for arm, strategy in arms.items()), *((None, *one) for one in candidates.items())]
-    for arm, key, strategy in in_turn:
-        progress(len(tried), total)
-        is_known = key in values
-        if not is_known:
-            try:
-                values[key] = step_s(strategy)
-            except ConfigError as error:
-                if arm is not None:
-                    raise
-                notes.append(left_out("some strategies", "are not simulated", error))
-                continue
-        trial = Trial(number=len(tried), parameters=parameters_of(strategy), simulated_s=values[key], repeated=is_known)
-        tried.append(Tried(trial, strategy, key, arm))
-        if len(tried) == PROBED and planned - began + (time.monotonic() - planned) / PROBED * total > limit_s:
-            return None
-    why = "they exclude each other's values, or are one of those to the simulator"
-    notes.append(_not_simulated(space, sum(one.arm is None for one in tried), why))
-    return Search(tuple(tried), tuple(dict.fromkeys(notes)))
+    candidates: list[Candidate] = [(arm, same.key(strategy), strategy) for arm, strategy in arms.items()]
+    candidates += [(None, *item) for item in different(space, same, [*arms.values()]).items()]
+    planned = time.monotonic()
+    limit_s = math.inf if len(candidates) <= tune.trials else tune.search_seconds
+
+    def is_too_long(number: int) -> bool:
+        return number == PROBED and planned - began + (time.monotonic() - planned) / PROBED * len(candidates) > limit_s
+
+    return _simulated(candidates, step_s, progress, lambda _: "a strategy", is_too_long) if limit_s else None
 
 
 def _proposed(
@@ -265,19 +267,19 @@ def _proposed(
     step_s: StepS,
     progress: Callable[[int, int], None],
     out: Path,
-) -> Search:
+) -> tuple[Tried, ...]:
     """Simulate the arms, and Optuna's proposals up to ``tune.trials``, over all runs of the study."""
-    fewer, wanted, known = with_different_sizes(space, same), experiment.tune.trials, dict[str, float]()
+    wanted, known = experiment.tune.trials, dict[str, float]()
 
     def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
         arm = trial.user_attrs.get("arm")
-        return fewer.strategy(trial.params) if arm is None else arms[arm]
+        return space.strategy(trial.params) if arm is None else arms[arm]
 
     def objective(trial: optuna.Trial) -> float:
         """Simulate a trial, or reuse an equal earlier one; values that exclude each other are pruned."""
         arm = trial.user_attrs.get("arm")
-        if arm is None or fewer.point_of(arms[arm]) is not None:
-            for name, values in fewer.choices:
+        if arm is None or space.point_of(arms[arm]) is not None:
+            for name, values in space.choices:
                 trial.suggest_categorical(name, values)
         try:
             strategy = strategy_of(trial)
@@ -296,20 +298,10 @@ def _proposed(
             if len(complete) >= wanted:
                 break
             progress(len(complete), wanted)
-            _enqueue_arm(study, fewer, arms, complete)
+            _enqueue_arm(study, space, arms, complete)
             run_trial(study, experiment.run.seed, objective)
-    tried: list[Tried] = []
-    for number, trial in enumerate(complete):
-        strategy, key = strategy_of(trial), trial.user_attrs["key"]
-        repeated = any(one.key == key for one in tried)
-        found = Trial(number=number, parameters=parameters_of(strategy), simulated_s=known[key], repeated=repeated)
-        tried.append(Tried(found, strategy, key, trial.user_attrs.get("arm")))
-    why = "Optuna proposed those (tune.trials), because all are too many, or take more than tune.search_seconds"
-    return Search(tuple(tried), (_not_simulated(space, len(tried), why),))
-
-
-def _not_simulated(space: Space, number: int, why: str) -> Note:
-    return left_out(f"all but {number:,} of {space.size:,} combinations", "are not simulated", why)
+    keyed = [(trial, trial.user_attrs["key"]) for trial in complete]
+    return tuple(Tried(strategy_of(trial), known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
 
 
 def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:

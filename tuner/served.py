@@ -16,7 +16,7 @@ from fleetbench.strategy import DistributedStrategy
 from sim.servers.simulate import hosts_of
 from tuner.budget import largest_geo_k
 from tuner.learning import Progress
-from tuner.notes import Note, left_out
+from tuner.notes import left_out
 from tuner.search import Search, StepS, Window, search_listed, with_steps
 from tuner.space import name_of
 
@@ -40,8 +40,12 @@ def refuse_unpriced(experiment: Experiment) -> None:
 
 def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | None = None) -> Search:
     """Simulate the experiment's own mode and the others. Raises as ``step_s`` for the own one."""
-    notes = list[Note]()
-    return search_listed(experiment, _modes(experiment, notes), name_of, step_s, progress, notes)
+    found, optimizer = search_listed(_modes(experiment), name_of, step_s, progress), experiment.workload.optimizer
+    if optimizer == "sgd":
+        return found
+    return dataclasses.replace(
+        found, notes=(left_out("GeoSGD", "is not tried", f"it is for SGD, and workload.optimizer is {optimizer}"), *found.notes)
+    )
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
@@ -53,8 +57,8 @@ def shortened(experiment: Experiment, least: int | None = None) -> Window:
     return with_steps(experiment, least or experiment.tune.simulated_steps, rounds)
 
 
-def _modes(experiment: Experiment, notes: list[Note]) -> list[DistributedStrategy]:
-    """Return the experiment's own strategy first, then the others; impossible ones are added to ``notes``.
+def _modes(experiment: Experiment) -> list[DistributedStrategy]:
+    """Return the experiment's own strategy first, then the others.
 
     A trainer that is silent for ``send_wait_times`` pauses sends what it has. For K and merging to have an
     effect, there are as many pauses as one and a half steps of compute take.
@@ -66,8 +70,6 @@ def _modes(experiment: Experiment, notes: list[Note]) -> list[DistributedStrateg
     modes += [{"k_steps": 0, "max_merge_var_num": merged, "send_wait_times": pauses} for merged in MERGED]
     geo_steps = [k for k in experiment.tune.local_steps if k > 1 and experiment.workload.optimizer == "sgd"]
     modes += [{"k_steps": k_steps, "send_wait_times": pauses} for k_steps in geo_steps]
-    if not geo_steps:
-        notes.append(left_out("GeoSGD", "is not tried", f"it is for SGD, and workload.optimizer is {experiment.workload.optimizer}"))
     found = [strategy, strategy.without("a_sync")]
     found += [strategy.replace(a_sync=True, a_sync_configs=dataclasses.replace(own, **mode)) for mode in modes]
     return list(dict.fromkeys(found))

@@ -145,7 +145,7 @@ def _run_to_target(state: State, name: str, number: int) -> None:
     check = state.ways.get(way, TargetCheck(reached=False, from_arm=name))
     if number < len(check.updates):
         return
-    outcome = state.ledger.run_to_target(state.arms[name], state.seeds[number])
+    outcome = state.ledger.run(state.ledger.to_target(state.arms[name], state.seeds[number]))
     reached = outcome.reached
     assert reached is not None
     if number and (reached.updates, reached.final_loss) == (check.updates[0], check.final_loss):

@@ -184,13 +184,13 @@ def _measured(
     recommendation = dataclasses.replace(recommendation, arms=tuple(with_runs))
     recommendation = dataclasses.replace(
         recommendation,
-        trials=tuple(tried.trial for tried in found.tried),
+        trials=found.trials,
         learnt=dict(ways.learnt),
         caveat=ways.said_beside(recommendation.strategy),
         told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
     )
     for one in (*found.tried, *ways.others):  # other learning rates share another's seconds
-        step_s.values.setdefault(one.strategy, (one.trial.simulated_s, 0.0))
+        step_s.values.setdefault(one.strategy, (one.simulated_s, 0.0))
     step_s.save(folder.path / "study.journal", experiment.name, lambda strategy: _of_trial(strategy, recommendation, ways))
     return recommendation, runs
 
@@ -233,7 +233,7 @@ def _search(
     if experiment.strategy.mode == "ps":
         return search_modes(experiment, step_s, progress), step_s
     if experiment.strategy.sharding:
-        return search_listed(experiment, sharded.of_script(experiment), sharded.name_of, step_s, progress), step_s
+        return search_listed(sharded.of_script(experiment), sharded.name_of, step_s, progress), step_s
     advised, not_taken = advice_for(experiment, table_for(experiment))
     found = search(experiment, search_space(experiment), advised, out=out, step_s=step_s, progress=progress)
     notes = [left_out(f"Fleet's advice of {what}", "is not taken", why) for what, _, why in (text.partition(": ") for text in not_taken)]
@@ -268,12 +268,12 @@ def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
     """
     default, tried = found.default, [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
     if not ways.updates:
-        return {one.strategy: one.trial.simulated_s / default.trial.simulated_s for one in tried}
+        return {one.strategy: one.simulated_s / default.simulated_s for one in tried}
     rates = dict.fromkeys((default.strategy.lr_scale, *(one.strategy.lr_scale for one in ways.others)))  # the search has one alone
     of_all = {one.strategy.replace(lr_scale=rate): one for one in tried for rate in rates} | {one.strategy: one for one in ways.others}
     by_way = {way_of(strategy): strategy for strategy in of_all}
     weights = {way: ways.weight(one) / ways.default_steps for way, one in by_way.items() if way in ways.updates and ways.arrives(one)}
-    step_s = {strategy: one.trial.simulated_s / default.trial.simulated_s for strategy, one in of_all.items()}
+    step_s = {strategy: one.simulated_s / default.simulated_s for strategy, one in of_all.items()}
     return {strategy: ratio * weights[way] for strategy, ratio in step_s.items() if (way := way_of(strategy)) in weights}
 
 
@@ -287,7 +287,7 @@ def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm],
         notes.append(left_out("Fleet's advice", "is not run", "it comes to the same plan as the default"))
     best = found.best(finalists, ways.others, ways.seconds) if ways.updates else (*found.best(finalists), *ways.others)
     chosen += [(f"candidate {number}", tried) for number, tried in enumerate(best, start=1)]
-    return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.trial.simulated_s) for name, tried in chosen], notes
+    return [Arm(name=name, strategy=tried.strategy, simulated_s=tried.simulated_s) for name, tried in chosen], notes
 
 
 def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:

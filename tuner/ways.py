@@ -25,9 +25,8 @@ from fleetbench.target import HITS_IN_A_ROW
 from fleetbench.workload import LAYERS, Workload
 from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
 from tuner.notes import Learnt, Note, left_out
-from tuner.recommendation import Trial
 from tuner.search import Search, StepS, Tried
-from tuner.space import name_of, parameters_of, way_of
+from tuner.space import name_of, way_of
 from tuner.to_target import Updates
 
 _Change = tuple[DistributedStrategy, dict[str, Any]]
@@ -96,7 +95,7 @@ class Ways:
 
         None if its way is not known to arrive.
         """
-        return self.weight(tried.strategy) * tried.trial.simulated_s if self.arrives(tried.strategy) else None
+        return self.weight(tried.strategy) * tried.simulated_s if self.arrives(tried.strategy) else None
 
     def levels(self, strategy: DistributedStrategy, workload: Workload | None = None) -> Levels:
         """Return the strategies with its seconds per step: itself, or fixed rounds that synchronise as often.
@@ -174,19 +173,19 @@ def price_ways(
         return Ways(notes=(left_out("virtual trainers", "are not asked", takes), _BY_STEPS))
     own = way_of(experiment.strategy)
     leaders = {way_of(one.strategy): one for one in filter(None, (found.advice, found.default, *reversed(found.ranked)))}
-    others, refused = _others(experiment, leaders, step_s, len(found.tried))
-    tried = [*leaders.values(), *others]
-    tried.sort(key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.trial.simulated_s))
+    others, refused = _others(experiment, leaders, step_s)
+    tried = sorted([*leaders.values(), *others], key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.simulated_s))
     merged = [one for one in tried if one.strategy.gradient_merge and not experiment.strategy.gradient_merge]
     varying = _varying(experiment, leaders)
     with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, "one seed", progress) as trained:
         trained.seeded = experiment if seed is None else experiment.replace(run=dataclasses.replace(run, seed=seed))
-        scaled, rate = _train([one for one in tried if one not in merged], varying, trained, experiment.tune)
-        refined = _refined(scaled, trained, step_s) if experiment.tune.diloco else []
-        most_s = SLACK * (trained.steps(experiment.strategy) or math.inf) * tried[0].trial.simulated_s
+        arriving, rate = _train([one for one in tried if one not in merged], varying, trained, experiment.tune)
+        refined = _refined([*tried, *arriving], trained, step_s) if experiment.tune.diloco else []
+        most_s = SLACK * (trained.steps(experiment.strategy) or math.inf) * tried[0].simulated_s
         for one in merged:  # last, because they seldom gain
-            if trained.steps(start := one.strategy.replace(lr_scale=rate), most_s / one.trial.simulated_s) is not None:
-                scaled.append((one, [start]))
+            start = one.strategy.replace(lr_scale=rate)
+            if trained.steps(start, most_s / one.simulated_s) is not None:
+                arriving.append(Tried(start, one.simulated_s))
     varying = [one.replace(lr_scale=rate) for one in varying]
     arrivals, learnt = trained.arrivals, trained.kept
     notes = (*_notes(trained), *refused, *trained.refused.values())
@@ -195,81 +194,75 @@ def price_ways(
         never = f"no way that virtual trainers trained reaches loss {workload.target_loss:g} within workload.steps = {workload.steps}"
         return Ways(notes=(*notes, _BY_STEPS), learnt=learnt, caveat=never if in_vain else None, in_vain=True)
     updates = {way: (arrival and arrival.steps,) for way, arrival in arrivals.items()}
-    others += [Tried(leader.trial, strategy, "") for leader, strategies in scaled for strategy in strategies if strategy != leader.strategy]
-    others += refined
     known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt, lr_scale=experiment.strategy.lr_scale)
     known_ways = _with_varying(known_ways, [one for one in varying if arrivals.get(way_of(one))], arrivals, step_s)
-    numbered = [
-        dataclasses.replace(one, trial=dataclasses.replace(one.trial, number=number), key=f"way {number}")
-        for number, one in enumerate((*others, *known_ways.others), len(found.tried))
-    ]
-    return dataclasses.replace(known_ways, others=tuple(numbered), rated=_better_rated(known_ways, scaled[0][1]))
+    searched = {one.strategy for one in leaders.values()}
+    others += [one for one in arriving if one.strategy not in {*searched, *(other.strategy for other in others)}]
+    rates = [one.strategy for one in arriving if way_of(one.strategy.replace(lr_scale=known_ways.lr_scale)) == own]
+    return dataclasses.replace(known_ways, others=(*others, *refined, *known_ways.others), rated=_better_rated(known_ways, rates))
 
 
-def _train(
-    tried: Sequence[Tried], varying: Sequence[DistributedStrategy], trained: Trainings, tune: Tune
-) -> tuple[list[tuple[Tried, list[DistributedStrategy]]], float]:
+def _train(tried: Sequence[Tried], varying: Sequence[DistributedStrategy], trained: Trainings, tune: Tune) -> tuple[list[Tried], float]:
     """Train the default's way, the first, at several learning rates, then others, the best at several.
 
     Others are trained at the default's best rate, or at the experiment's if they do not arrive, or have an
     outer optimizer, which multiplies it. A run is given up if the default would arrive much sooner. Returns
-    the ways, the default's first, each with the rates at which it arrives; and the default's best rate.
+    the ways with each rate at which they arrive, except the default's own; and the default's best rate.
     """
     default, *others = tried
     rates, own = tune.lr_scale or RATES, default.strategy
     steps = trained.steps(own) or math.inf
     if way_of(own) not in trained.arrivals:
-        return [(default, [])], own.lr_scale
-    scaled, priced = [(default, trained.climb(own, rates))], list[tuple[float, Tried, DistributedStrategy]]()
-    best = min(scaled[0][1], key=lambda one: trained.steps(one) or math.inf, default=own)
+        return [], own.lr_scale
+    scaled = trained.climb(own, rates)
+    best = min(scaled, key=lambda one: trained.steps(one) or math.inf, default=own)
     rate = best.lr_scale if (trained.steps(best) or math.inf) < NOTICED * steps else own.lr_scale
+    arriving, priced = [Tried(one, default.simulated_s) for one in scaled], list[tuple[float, Tried]]()
     for one in others:
-        step_s, at_best = one.trial.simulated_s, one.strategy.replace(lr_scale=own.lr_scale if one.strategy.has_outer else rate)
+        at_best = one.strategy.replace(lr_scale=own.lr_scale if one.strategy.has_outer else rate)
         for start in dict.fromkeys((at_best, one.strategy)):
-            if (taken := trained.steps(start, SLACK * steps * default.trial.simulated_s / step_s)) is not None:
-                scaled.append((one, [start]))
-                priced.append((taken * step_s, one, start))
+            if (taken := trained.steps(start, SLACK * steps * default.simulated_s / one.simulated_s)) is not None:
+                priced.append((taken * one.simulated_s, Tried(start, one.simulated_s)))
                 break
     for strategy in varying:
         trained.steps(strategy.replace(lr_scale=rate))
-    for _, one, start in sorted(priced, key=lambda item: item[0])[: tune.finalists]:
-        scaled.append((one, trained.climb(start, rates)))
-    return scaled, rate
+    arriving += [one for _, one in priced]
+    for _, one in sorted(priced, key=lambda item: item[0])[: tune.finalists]:
+        arriving += [Tried(scaled, one.simulated_s) for scaled in trained.climb(one.strategy, rates)]
+    return arriving, rate
 
 
-def _refined(scaled: Sequence[tuple[Tried, list[DistributedStrategy]]], trained: Trainings, step_s: StepS) -> list[Tried]:
+def _refined(known: Sequence[Tried], trained: Trainings, step_s: StepS) -> list[Tried]:
     """Return the best way with local steps, refined with another outer rate, momentum or overlap."""
-    known = [(leader, strategy) for leader, strategies in scaled for strategy in (leader.strategy, *strategies) if strategy.localsgd]
-    priced = [(at.steps * leader.trial.simulated_s, leader, one) for leader, one in known if (at := trained.arrivals.get(way_of(one)))]
-    if not priced:
+
+    def seconds(tried: Tried) -> float:
+        return (trained.steps(tried.strategy) or math.inf) * tried.simulated_s
+
+    local = [one for one in known if one.strategy.localsgd and trained.arrivals.get(way_of(one.strategy))]
+    if not local:
         return []
-    least_s, best, strategy = min(priced, key=lambda item: item[0])
-    found = best
+    first = best = min(local, key=seconds)
     for changes in REFINED:
-        configs = strategy.localsgd_configs
-        if not configs.has_outer and any(name.startswith("outer") for name in changes):
+        if not best.strategy.localsgd_configs.has_outer and any(name.startswith("outer") for name in changes):
             continue
         try:
-            other = strategy.replace(localsgd_configs=changes)
-            other_s = step_s(other)
+            strategy = best.strategy.replace(localsgd_configs=changes)
+            other = Tried(strategy, step_s(strategy))
         except ConfigError:  # rounds too short for it
             continue
-        steps = trained.steps(other, least_s / other_s)
-        if way_of(other) not in trained.arrivals:  # no time
+        trained.steps(strategy, seconds(best) / other.simulated_s)
+        if way_of(strategy) not in trained.arrivals:  # no time
             break
-        if steps is not None and steps * other_s < least_s:
-            least_s, strategy = steps * other_s, other
-            trial = dataclasses.replace(best.trial, simulated_s=other_s, parameters=parameters_of(other))
-            found = Tried(trial, other, "")
-    return [] if found is best else [found]
+        best = min(best, other, key=seconds)
+    return [] if best is first else [best]
 
 
 def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:
     """Add ways with varying rounds, timed with fixed rounds that synchronise as often."""
     paces = {way_of(one): arrival.k for one in arriving if (arrival := arrivals[way_of(one)]) is not None}
     paced_ways = dataclasses.replace(ways, paces=paces)
-    paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s), 0)
-    fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.trial.simulated_s)
+    paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s))
+    fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.simulated_s)
     adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike, so one of them is enough
     mean = "of fixed rounds that meet as often, of {:.3g} in the mean to the target"
     timed = [left_out(name_of(one), "has the step time", mean.format(paces[way_of(one)])) for one in arriving]
@@ -355,7 +348,7 @@ def _least_s(experiment: Experiment) -> float:
     return steps * experiment.cluster.trainers * step_flops(experiment.workload) / _CORE_FLOPS_S
 
 
-def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
+def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS) -> tuple[list[Tried], list[Note]]:
     """Return an outer optimizer for each searched K, and merged gradients, each with its leader's knobs.
 
     Return none if the experiment has either. Also return notes about what cannot be simulated.
@@ -370,7 +363,7 @@ def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS,
     own = leaders[way_of(experiment.strategy)].strategy
     if not (own.is_local or own.gradient_merge):
         changes += [(own, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k}}) for k in tune.gradient_merge if k > 1]
-    return _simulated(changes, step_s, number)
+    return _simulated(changes, step_s)
 
 
 def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[DistributedStrategy]:
@@ -399,7 +392,7 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
     Also return the learning rates of ``tune.lr_scale`` with the default and with that K.
     """
     local = [tried for tried in (found.default, *found.ranked) if tried.strategy.localsgd]
-    fastest = min(local, key=lambda tried: tried.trial.simulated_s, default=found.default).strategy
+    fastest = min(local, key=lambda tried: tried.simulated_s, default=found.default).strategy
     configs, tune = fastest.localsgd_configs, experiment.tune
     changes: list[_Change] = [
         (strategy, {"lr_scale": rate})
@@ -410,24 +403,22 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
     if fastest.localsgd and not configs.has_outer and tune.diloco:
         both = configs.k_steps, min((k for k in tune.local_steps if k > configs.k_steps), default=2 * configs.k_steps)
         changes += [(fastest, {"localsgd_configs": {"k_steps": k, **OUTER}}) for k in both]
-    others, refused = _simulated(changes, step_s, len(found.tried))
+    others, refused = _simulated(changes, step_s)
     names = "; ".join(name_of(tried.strategy) for tried in others)
     why = f"they train no script; real runs try, beside tune.finalists (tune.diloco, tune.lr_scale): {names}"
     notes = [left_out("virtual trainers", "are not asked", why)] if others else []
     return Ways(others=tuple(others), notes=(*notes, *refused), lr_scale=experiment.strategy.lr_scale)
 
 
-def _simulated(changes: Sequence[_Change], step_s: StepS, number: int) -> tuple[list[Tried], list[Note]]:
-    """Simulate changed strategies, numbered from ``number``; return notes about those that cannot be."""
+def _simulated(changes: Sequence[_Change], step_s: StepS) -> tuple[list[Tried], list[Note]]:
+    """Simulate changed strategies; return notes about those that cannot be."""
     found, refused = list[Tried](), list[Note]()
     for leader, changed in changes:
         try:
             strategy = leader.replace(**changed)
-            trial = Trial(number=number + len(found), parameters=parameters_of(strategy), simulated_s=step_s(strategy))
+            found.append(Tried(strategy, step_s(strategy)))
         except ConfigError as error:
             refused.append(left_out(", ".join(changed), "is not tried", error))
-        else:
-            found.append(Tried(trial, strategy, f"way {trial.number}"))
     return found, refused
 
 

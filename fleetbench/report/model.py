@@ -16,7 +16,7 @@ from fleetbench.report.answer import Answer, answer_of, best_of, step_seconds
 from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run
 from tuner.notes import Note, left_out
-from tuner.recommendation import Arm, Recommendation, Trial
+from tuner.recommendation import Arm, Recommendation
 
 SPLIT = ("compute", "wait", "exposed communication", "update", "other")
 """Parts of a step, in the order of ``Summary``'s five means."""
@@ -39,11 +39,6 @@ class TuneView:
     """The answer as formatted for readers."""
     to_target: tuple[tuple[str, float, tuple[RunResult, ...]], ...]
     """Heading, seconds per step, and stored runs to the target, of the default and of the other strategy."""
-
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """Trials of the search, the best first; a repeated trial follows the one it repeats."""
-        return tuple(sorted(self.recommendation.trials, key=lambda trial: (trial.simulated_s, trial.repeated, trial.number)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ from fleetbench.store import machine, versions
 from fleetbench.strategy import DistributedStrategy
 from sim.many.objective import StepTime
 from tuner.bias import named
-from tuner.recommendation import Trial
 from tuner.search import Search, Tried, different, shortened
 from tuner.space import Equivalence, Parameters, parameters_of, search_space
 
@@ -61,10 +60,7 @@ def space_of(cluster: dict[str, Any], layers: list[dict[str, Any]]) -> Search:
     same, step_s = Equivalence(experiment), StepTime(shortened(experiment))
     own = experiment.strategy
     strategies = {same.key(own): own, **different(search_space(experiment), same, [own])}
-    tried = [
-        Tried(Trial(number=number, parameters=parameters_of(one), simulated_s=step_s(one)), one, key, None if number else "default")
-        for number, (key, one) in enumerate(strategies.items())
-    ]
+    tried = [Tried(one, step_s(one), key, None if number else "default") for number, (key, one) in enumerate(strategies.items())]
     return Search(tuple(tried))
 
 
@@ -79,7 +75,7 @@ def of_plans(found: Search, scale: float, generator: np.random.Generator) -> Flo
 
 
 def _parameters(found: Search) -> list[Parameters]:
-    return [tried.trial.parameters for tried in found.tried]
+    return [parameters_of(tried.strategy) for tried in found.tried]
 
 
 def _grouped(families: list[tuple[object, ...]], scale: float, generator: np.random.Generator) -> Floats:
@@ -89,10 +85,10 @@ def _grouped(families: list[tuple[object, ...]], scale: float, generator: np.ran
 
 def of_parameters(found: Search, scale: float, generator: np.random.Generator) -> Floats:
     """A sum of an error for each value of each of seven parameters; of deviation ``scale``."""
-    names = [name for name in found.tried[0].trial.parameters if name != "thread_num"]
-    values = list(dict.fromkeys((name, tried.trial.parameters[name]) for tried in found.tried for name in names))
+    names = [name for name in _parameters(found)[0] if name != "thread_num"]
+    values = list(dict.fromkeys((name, one[name]) for one in _parameters(found) for name in names))
     drawn = {value: generator.normal(0, scale / np.sqrt(len(names))) for value in values}
-    return np.array([sum(drawn[name, tried.trial.parameters[name]] for name in names) for tried in found.tried])
+    return np.array([sum(drawn[name, one[name]] for name in names) for one in _parameters(found)])
 
 
 class Replay:
@@ -100,7 +96,7 @@ class Replay:
 
     def __init__(self, found: Search, errors: Floats, generator: np.random.Generator) -> None:
         self.found, self.generator = found, generator
-        self.simulated = np.log([tried.trial.simulated_s for tried in found.tried])
+        self.simulated = np.log([tried.simulated_s for tried in found.tried])
         self.truth = self.simulated + errors + generator.normal(0, RESIDUAL, len(errors))
         self.place = {tried.strategy: place for place, tried in enumerate(found.tried)}
         self.num_legs = 0
@@ -122,12 +118,11 @@ class Replay:
 def priced(found: Search, generator: np.random.Generator) -> Search:
     """With times to the target: those of a step times what K costs in updates, which runs to the target have told."""
     ks = np.array([one["local_steps"] for one in _parameters(found)])
-    step_s = np.array([tried.trial.simulated_s for tried in found.tried])
+    step_s = np.array([tried.simulated_s for tried in found.tried])
     least = step_s[ks == 1].min()
     prices = {k: least / step_s[ks == k].min() * np.exp(generator.normal(0, 0.05)) if k > 1 else 1.0 for k in np.unique(ks)}
     times = [float(one * prices[k]) for one, k in zip(step_s, ks, strict=True)]
-    trials = [dataclasses.replace(tried.trial, simulated_s=time) for tried, time in zip(found.tried, times, strict=True)]
-    return Search(tuple(dataclasses.replace(tried, trial=trial) for tried, trial in zip(found.tried, trials, strict=True)))
+    return Search(tuple(dataclasses.replace(tried, simulated_s=time) for tried, time in zip(found.tried, times, strict=True)))
 
 
 def top_five(replay: Replay) -> dict[DistributedStrategy, float]:

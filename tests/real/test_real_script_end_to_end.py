@@ -33,9 +33,9 @@ from real.processes.diagnosis import LegLost
 from real.processes.place import sweep
 from real.profile.measuring import profile_script
 from sim.run import simulate
-from tuner.evidence import Evidence, Run
+from tuner.evidence import Evidence
 from tuner.jobs import Script
-from tuner.ledger import Ledger, Wanted
+from tuner.ledger import Ledger
 from tuner.recommendation import Arm
 from tuner.tune import tune
 from tuner.ways import OUTER
@@ -135,12 +135,8 @@ def test_a_run_to_the_target_trains_as_an_ordinary_launch(script: Path, tmp_path
     with forked_launches():
         launch_script(2, [str(told), str(tmp_path / "strategy.toml")], log_dir=tmp_path / "log", echo=lines.append)
         with ScriptSession(launched(script, tmp_path), base) as session:
-            with pytest.raises(Wanted) as wanted:
-                Ledger(session.experiment, Evidence(), 0.01).run_to_target(
-                    Arm(name="one", strategy=strategy, simulated_s=0.01), 0, "target"
-                )
-            (request,) = [wanted.value.request]
-            assert isinstance(request, Run)
+            arm = Arm(name="one", strategy=strategy, simulated_s=0.01)
+            request = Ledger(session.experiment, Evidence(), 0.01).to_target(arm, 0)
             table = session.run(replace(request.leg, steps=40)).steps
     expected = [float(line.split()[1]) for line in b"".join(lines).decode().splitlines() if line.startswith("loss ")]
     assert table.loc[table["rank"] == 0, "loss"].tolist() == pytest.approx(expected[:40], rel=1e-6)

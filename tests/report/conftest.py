@@ -116,9 +116,9 @@ def recommendation() -> Recommendation:
             ),
         ),
         trials=(
-            Trial(number=0, simulated_s=0.009),
-            Trial(number=1, parameters={"fuse_grad_size_in_MB": 0.5}, simulated_s=0.0084),
-            Trial(number=2, parameters={"fuse_grad_size_in_MB": 0.25}, simulated_s=0.0084, repeated=True),
+            Trial(parameters={"fuse_grad_size_in_MB": 0.5}, simulated_s=0.0084),
+            Trial(parameters={"fuse_grad_size_in_MB": 0.25}, simulated_s=0.0085),
+            Trial(simulated_s=0.009),
         ),
         noise=Noise(default=0.13, pairs=0.02),
         told=(left_out("use_hierarchical_allreduce", "is not taken", "not executed yet"), Remark(text="profiled at 1 and 2 threads")),

@@ -40,13 +40,6 @@ def test_an_arm_knows_its_simulated_figures_error(tuned: Path) -> None:
     assert str(tune.recommendation.arms[1].target) == "not reached (loss 0.75)"
 
 
-def test_trials_stand_best_first(tuned: Path) -> None:
-    """Of equal trials the repeated one stands after."""
-    tune = read_report(tuned).tune
-    assert tune is not None
-    assert [trial.number for trial in tune.trials] == [1, 2, 0]
-
-
 def test_a_run_that_is_gone_is_noted_and_not_fatal(tuned: Path) -> None:
     """A deleted run leaves a report without its bar and with a note."""
     shutil.rmtree(tuned / "runs" / "fused")

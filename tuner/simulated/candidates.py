@@ -108,7 +108,7 @@ def ranked(
         what = "no other way of training" + ("" if is_wire_free else ", and no other wire,")
         kept = left_out(what, "is recommended", "raise workload.steps or the target, or tune.search_seconds")
         ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
-    step_s = {one.strategy: one.trial.simulated_s for one in tried}
+    step_s = {one.strategy: one.simulated_s for one in tried}
     prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
     shards, told = sharded.candidates(experiment)
     shards += [one for one in sharded.recomputed(experiment) if sharded.is_timed(experiment.replace(strategy=one))]
