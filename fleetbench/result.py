@@ -372,7 +372,7 @@ def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: 
     if experiment.strategy.mode != "ps":
         return []
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
-    rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True)
+    rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer)
     pushes_per_s = load["gradients_per_s"] if load is not None and rules.mode == "geo_sgd" else 0.0
     apart = cluster.trainers / (step_s["mean"] * pushes_per_s) if pushes_per_s else None
     found = early_exchanges(rules, step_s["p50"], apart)

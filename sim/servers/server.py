@@ -24,21 +24,21 @@ _PUSHES = ("gradient", "delta")
 class Server(Actor):
     """One server. It works on one message at a time, in the order in which they arrive."""
 
-    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, answer: Answer) -> None:
-        super().__init__(clock, deciders, job)
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, answer: Answer) -> None:
+        super().__init__(clock, decider, job)
         self.load = Load()
         self._answer = answer
         self._carried = NOTHING
         """By the message that is worked on."""
-        self._arrived = Counter[int]()
-        """Bytes of the gradients of a round, by piece."""
+        self._arrived_nbytes = 0
+        """Bytes of the gradients of a round."""
         self._changed: list[list[Part]] = [[] for _ in range(job.rules.trainers)]
         self._in_work = False
 
     @property
     def state(self) -> ServerState:
         """State of the server's role."""
-        state = self.deciders[self._piece].state
+        state = self.decider.state
         assert isinstance(state, ServerState)
         return state
 
@@ -53,7 +53,7 @@ class Server(Actor):
             for version in carried.versions:
                 self.load.staleness[self.state.version - version] += 1
             if self._job.rules.mode == "synchronous":
-                self._arrived[self._piece] += carried.nbytes
+                self._arrived_nbytes += carried.nbytes
 
     def _leave(self) -> None:
         """The message that was worked on has left the queue."""
@@ -66,10 +66,10 @@ class Server(Actor):
 
     def _nbytes(self, operation: Operation) -> int:
         if operation.kind in ("update", "accumulate"):
-            return self._arrived[self._piece] if operation.rank is None else self._carried.nbytes
+            return self._arrived_nbytes if operation.rank is None else self._carried.nbytes
         if operation.kind == "send" and operation.payload == "parameters":
             assert operation.rank is not None
-            return self._job.traffic_of(self._piece).pushed(self.decider.rank, self._changed[operation.rank])
+            return self._job.traffic.pushed(self.decider.rank, self._changed[operation.rank])
         if operation.kind == "send" and operation.payload == "rows":
             return self._carried.answer_nbytes
         return self._job.traffic.header_bytes
@@ -83,9 +83,9 @@ class Server(Actor):
                 self._changed[operation.rank] = []
             message = Message("server", self.decider.rank, operation.message, count=operation.count, version=self.state.version)
             role = "trainer" if operation.group == "trainer" else "sender"
-            self._answer(role, operation.rank, message, Carried(nbytes, piece=self._piece))
+            self._answer(role, operation.rank, message, Carried(nbytes))
         elif operation.kind == "update" and operation.rank is None:
-            del self._arrived[self._piece]
+            self._arrived_nbytes = 0
         elif operation.kind == "mark":
             for rank, changed in enumerate(self._changed):
                 if rank != operation.rank:
