@@ -142,9 +142,8 @@ class Summary:
     engine: str | None = None
     """Simulation engine: ``reference`` or ``vector``; none elsewhere."""
     server_load: dict[str, Any] | None = None
-    """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length`` and ``wait_s``
-    of a message; and ``staleness_histogram``, the number of gradients by staleness. None without servers, or
-    if not measured."""
+    """Means over the parameter servers: ``gradients_per_s`` and ``utilisation``; and
+    ``staleness_histogram``, the number of gradients by staleness. None without servers, or if not measured."""
     per_trainer: dict[str, Any] | None = None
     """Samples and tokens per second, MFU and memory of one trainer, with the fields of
     ``fleetbench.utilisation.Utilisation``."""

@@ -75,7 +75,6 @@ def queue() -> list[dict[str, Any]]:
                     "trainers": trainers,
                     "service_over_think": load,
                     "throughput": found["gradients_per_s"] / throughput,
-                    "queue": found["queue_length"]["mean"] / (trainers - throughput * THINK_NS / 1e9),
                 }
             )
             print(rows[-1], flush=True)

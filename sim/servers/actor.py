@@ -182,7 +182,7 @@ class Actor:
         """Where acts are noted."""
         self._clock = clock
         self._job = job
-        self._inbox: deque[tuple[Event, Carried, int]] = deque()
+        self._inbox: deque[tuple[Event, Carried]] = deque()
         self._to_do: deque[Operation] = deque()
         self._busy = False
         self._took_ns = 0
@@ -190,8 +190,7 @@ class Actor:
 
     def hear(self, event: Event, carried: Carried = NOTHING) -> None:
         """An event, with what comes with it."""
-        self._inbox.append((event, carried, self._clock.now))
-        self._count(1)
+        self._inbox.append((event, carried))
         if not self._busy:
             self._busy = True
             self._work()
@@ -209,8 +208,8 @@ class Actor:
                 self._busy = False
                 self._idle()
                 return
-            event, carried, since_ns = self._inbox.popleft()
-            self._begin(event, carried, since_ns)
+            event, carried = self._inbox.popleft()
+            self._begin(event, carried)
             self._to_do.extend(self.decider.on(self._clock.now, event))
 
     def _go_on(self) -> None:
@@ -222,11 +221,8 @@ class Actor:
             self.order.add(act)
         self._do(operation)
 
-    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:
-        """An event that has waited since ``since_ns`` is decided on next."""
-
-    def _count(self, more: int) -> None:
-        """So many more events wait or are worked on."""
+    def _begin(self, event: Event, carried: Carried) -> None:
+        """The event is decided on next."""
 
     def _idle(self) -> None:
         """There is nothing left to do."""

@@ -169,7 +169,7 @@ def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | N
     assert not waiting, f"trainers {waiting} wait for ever"
     end_ns = max(trainer.records[-1].end_ns for trainer in run.trainers)
     for server in run.servers:
-        server.load.count(0, max(end_ns, server.load.until_ns))
+        server.load.until_ns = max(end_ns, server.load.until_ns)
     return Seen(
         records=tuple(found for trainer in run.trainers for found in trainer.records),
         spans=tuple(span for actors in (run.trainers, run.servers) for actor in actors for span in actor.spans),
@@ -227,4 +227,4 @@ class _Run:
         if step >= 1 and not self._counts:
             self._counts = True
             for server in self.servers:
-                server.load.restart(self._clock.now)
+                server.load = Load(self._clock.now, self._clock.now)

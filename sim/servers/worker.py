@@ -55,7 +55,7 @@ class Sender(Actor):
         self._staged_steps: Part = (self.decider.rank, 0, 0)
         self.tell_trainer: Local
 
-    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
+    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # what an actor is told
         if isinstance(event, Message) and event.kind == "parameters":
             self._received[event.rank] = event.version
 
@@ -204,7 +204,7 @@ class Trainer(Actor):
         self._span("backward", begin_ns + forward_ns, begin_ns + forward_ns + backward_ns)
         return self._clock.timeout(forward_ns + backward_ns)
 
-    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
+    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # what an actor is told
         if isinstance(event, Message) and event.kind == "rows":
             read = list(self._memory.computed_from)
             read[event.rank] = min(read[event.rank], event.version)
