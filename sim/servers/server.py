@@ -1,14 +1,13 @@
 """Server: a shard of the parameters, a queue of what trainers want of it, and what was seen of both."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fleetbench.plan.events import Event, Message
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
-from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
+from fleetbench.staleness import ServerLoad
 from fleetbench.timeline import Span
 from sim.clock import Clock
 from sim.servers.actor import NOTHING, Actor, Answer, Carried, Job
@@ -99,13 +98,3 @@ class Load:
         """Count ``took_ns`` of work that ends now, except for what was before ``since_ns``."""
         self.until_ns = now_ns
         self.busy_ns += min(took_ns, now_ns - self.since_ns)
-
-
-def staleness_summary(loads: Sequence[Load]) -> dict[str, float] | None:
-    """``quantiles_of`` the pushes of all servers."""
-    return quantiles_of(counts_of([load.told for load in loads]))
-
-
-def load_summary(loads: Sequence[Load]) -> dict[str, object]:
-    """``load_of`` the servers."""
-    return load_of([load.told for load in loads])

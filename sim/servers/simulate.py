@@ -19,6 +19,7 @@ from fleetbench.plan.servers.states import Role
 from fleetbench.plan.servers.training import ServerTraining
 from fleetbench.profile import communication_of, table_for
 from fleetbench.result import StepRecord, skip, steps_table
+from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.timeline import Span
@@ -27,7 +28,7 @@ from sim.execution import Execution, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.servers.actor import Actor, Carried, Costs, Job, Order, costs_of
 from sim.servers.ports import Hosts, Wires
-from sim.servers.server import Load, Server, load_summary, staleness_summary
+from sim.servers.server import Load, Server
 from sim.servers.traffic import Traffic, traffic_of
 from sim.servers.worker import Local, Memory, Sender, Trainer
 
@@ -70,8 +71,8 @@ def simulate_servers(
         spans=found.spans if keeps else (),
         no_spans=None if keeps or not wanted.most_spans else too_many(f"{len(found.spans):,}", wanted.most_spans),
         recordings=in_order(found.recordings),
-        staleness=staleness_summary(found.loads),
-        server_load=load_summary(found.loads),
+        staleness=quantiles_of(counts_of(found.loads)),
+        server_load=load_of(found.loads),
         notes=(skip("workload.data", _ROWS_ALIKE),) if rows_alike else (),
     )
 
@@ -146,7 +147,7 @@ class Seen:
 
     records: tuple[StepRecord, ...]
     spans: tuple[Span, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[ServerLoad, ...]
     """Load of every server, from the first counted step on."""
     recordings: tuple[Recording, ...]
 
@@ -173,7 +174,7 @@ def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | N
     return Seen(
         records=tuple(found for trainer in run.trainers for found in trainer.records),
         spans=tuple(span for actors in (run.trainers, run.servers) for actor in actors for span in actor.spans),
-        loads=tuple(server.load for server in run.servers),
+        loads=tuple(server.load.told for server in run.servers),
         recordings=tuple(actor.decider.recording() for actor in run.actors if record),
     )
 

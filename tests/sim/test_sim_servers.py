@@ -19,9 +19,9 @@ from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import Role
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import steps_table
+from fleetbench.staleness import counts_of, load_of, quantiles_of
 from sim.servers.actor import Costs, Job, Linear
 from sim.servers.ports import Hosts
-from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import Seen, execute
 from sim.servers.traffic import TouchedRows, Traffic, traffic_of
 
@@ -87,7 +87,7 @@ def watched(job: Job, watch: Callable[[str, int, Operation], None]) -> Job:
 
 def mean_staleness(execution: Seen) -> float:
     """Over all pushes."""
-    found = staleness_summary(execution.loads)
+    found = quantiles_of(counts_of(execution.loads))
     assert found is not None
     return found["mean"]
 
@@ -168,7 +168,7 @@ def test_the_queue_is_the_machine_repairmans(trainers: int, service_ms: int) -> 
     ratio = service_ms / think_ms
     idle = 1 / sum(factorial(trainers) / factorial(trainers - n) * ratio**n for n in range(trainers + 1))
     throughput = (1 - idle) / (service_ms / 1000)
-    found: Any = load_summary(execution.loads)
+    found: Any = load_of(execution.loads)
     assert found["gradients_per_s"] == pytest.approx(throughput, rel=0.03)
     assert found["utilisation"] == pytest.approx(1 - idle, rel=0.03)
 
