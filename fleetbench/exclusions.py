@@ -58,8 +58,6 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (synced and own.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
         (synced and own.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
         (feeds_back and not own.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
-        (own.a_sync and own.overlap_push, "overlap_push", "a_sync", "asynchronous pushes already overlap the next steps"),
-        (own.a_sync and own.reduce_in_node, "reduce_in_node", "a_sync", "trainers of a node would wait for each other"),
         (served and own.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
         (own.sharding and own.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
         (own.sharding and cut, parts, "sharding", "a block belongs to no fragment"),

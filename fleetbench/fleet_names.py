@@ -26,6 +26,8 @@ cudnn_batchnorm_spatial_persistent num_iteration_per_run use_thread_barrier enab
 """
 NO_EFFECT = frozenset(_NO_EFFECT.split())
 """Details of Paddle's executor that have no equivalent in torch."""
+_REMOVED = frozenset({"overlap_push", "reduce_in_node"})
+"""Switches that older versions had and wrote into their results; off, as nearly all are, they are skipped."""
 
 
 class FieldHasNoEffect(UserWarning):
@@ -46,7 +48,7 @@ def translate(data: Mapping[str, Any]) -> dict[str, Any]:
         flat["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
     translated: dict[str, Any] = {}
     for key, value in flat.items():
-        if _without_effect(key):
+        if _without_effect(key) or (key in _REMOVED and value is False):
             continue
         name = ALIASES.get(key, key)
         if name in translated or (name != key and name in flat):

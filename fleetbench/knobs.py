@@ -21,7 +21,7 @@ _COMPUTE = Literal[
     "plan way time",
     "plan virtual way time restarts",
 ]
-_OF_SERVERS = Literal["servers way", "way", "simulated clock", "plan pieces clock", "plan servers clock time", "plan virtual servers way"]
+_OF_SERVERS = Literal["servers way", "way", "plan servers clock time", "plan virtual servers way"]
 
 
 class Knob(NamedTuple):
@@ -33,8 +33,7 @@ class Knob(NamedTuple):
     ``says`` lists, in words:
 
     - who executes the field (others refuse it by name): trainers that follow a ``plan``, ``virtual``
-      trainers, trainers of parameter ``servers``, only ``simulated`` ones, or these if they push by bucket
-      (``pieces``);
+      trainers, or trainers of parameter ``servers``;
     - what it changes: the ``clock``, that is, when things happen; the last ``digits`` of the result, or
       statistics beside it; the updates, which makes it another ``way`` of training;
     - whether layer tables contain its effect, one per value (``time``), or any table will do (``memory``);

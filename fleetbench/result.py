@@ -142,9 +142,8 @@ class Summary:
     engine: str | None = None
     """Simulation engine: ``reference`` or ``vector``; none elsewhere."""
     server_load: dict[str, Any] | None = None
-    """Means over the parameter servers: ``gradients_per_s``, ``utilisation``, ``queue_length`` and ``wait_s``
-    of a message; and ``staleness_histogram``, the number of gradients by staleness. None without servers, or
-    if not measured."""
+    """Means over the parameter servers: ``gradients_per_s`` and ``utilisation``; and
+    ``staleness_histogram``, the number of gradients by staleness. None without servers, or if not measured."""
     per_trainer: dict[str, Any] | None = None
     """Samples and tokens per second, MFU and memory of one trainer, with the fields of
     ``fleetbench.utilisation.Utilisation``."""
@@ -372,7 +371,7 @@ def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: 
     if experiment.strategy.mode != "ps":
         return []
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
-    rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True)
+    rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer)
     pushes_per_s = load["gradients_per_s"] if load is not None and rules.mode == "geo_sgd" else 0.0
     apart = cluster.trainers / (step_s["mean"] * pushes_per_s) if pushes_per_s else None
     found = early_exchanges(rules, step_s["p50"], apart)

@@ -37,7 +37,6 @@ _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     ("fusion", ("by_number",), ("fuse_grad_size_in_num", "last_comm_group_size_MB")),
     ("use_hierarchical_allreduce", (True,), ("hierarchical_inner_ranks", "hierarchical_variant")),
     *((switch, (True,), (f"{switch}_configs",)) for switch in _TABLES),
-    ("mode", ("ps",), ("overlap_push", "reduce_in_node")),
     ("sharding", (False,), ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "fuse_grad_count")),
 )
 """Rows of (a field, the values of it with which other fields are read, the names of those fields)."""
@@ -48,7 +47,6 @@ so thousands would exhaust the ports. Fleet advises 1 or 2."""
 
 _CLOCK = Knob("plan clock")
 _FUSION = Knob("plan clock", "fusion")
-_PIECES = Knob("plan pieces clock", "fusion")
 _HIERARCHY = Knob("plan virtual digits", "hierarchy")
 _WIRE = Knob("plan virtual digits", "wire")
 _COMMUNICATORS = Knob("plan clock", "communicators")
@@ -60,7 +58,6 @@ _UNTRAINED = Knob("plan way")
 _MERGE = Knob("plan virtual way", "merged gradients")
 _SHARDED = Knob("plan clock", "sharding")
 _SERVED = Knob("servers way", "parameter servers' mode")
-_SIMULATED = Knob("simulated clock")
 
 
 def check_hierarchy(trainers: int, inner: int) -> None:
@@ -306,13 +303,13 @@ class DistributedStrategy(Config):
     auto: bool = Knob("")(False)
     """Load the stored recommendation for this workload and cluster."""
 
-    fuse_all_reduce_ops: bool = _PIECES(True)
+    fuse_all_reduce_ops: bool = _FUSION(True)
     """Fuse gradients into buckets. If false, each gradient has its own all-reduce."""
-    fuse_grad_size_in_MB: float = _PIECES(  # noqa: N815  # Fleet's name
+    fuse_grad_size_in_MB: float = _FUSION(  # noqa: N815  # Fleet's name
         32.0, "fuse_grad_size_in_MB", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     )
     """Soft cap of a bucket in MiB (as in Fleet, despite the name); 0: one bucket for everything."""
-    fuse_grad_count: int = _PIECES(50)
+    fuse_grad_count: int = _FUSION(50)
     """Soft cap of a bucket, in gradients; 0 and 1: no cap."""
     fusion: Literal["fleet", "ddp", "by_number", "merged_gradient", "optimal"] = _FUSION(
         "fleet", "fusion", ("merged_gradient", "optimal", "off")
@@ -399,12 +396,6 @@ class DistributedStrategy(Config):
     """Train asynchronously with parameter servers; needs ``mode = "ps"``."""
     a_sync_configs: ASyncConfigs = _SERVED(ASyncConfigs())
     """Settings of asynchronous training and GeoSGD."""
-    overlap_push: bool = _SIMULATED(False)
-    """Synchronous servers: push each bucket during the backward, when its gradients are ready. If false, all
-    buckets are pushed after it. Only ``sim`` executes it."""
-    reduce_in_node: bool = _SIMULATED(False)
-    """Synchronous servers: the trainers of a node reduce among themselves, and one of them pushes and pulls.
-    Only ``sim`` executes it."""
 
     def _validate(self) -> None:
         at_least(

@@ -134,7 +134,6 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     profile = None if workload.model == LAYERS else profile_of(experiment)
     measured = None if profile is None else profile.communication
     served, curve, local = strategy.mode == "ps", workload.loss_curve, strategy.localsgd_configs
-    apart = served and not strategy.reduce_in_node
     found = [skip("measured layer times", profile.compute)] if profile is not None and profile.estimated is not None else []
     if workload.target_loss is not None and not learnt and (served or curve is None):
         unknown = "no loss is simulated, so final_loss and time_to_target_s are null: --loss trains"
@@ -147,7 +146,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
     left_out = (
         (is_cored, "cluster.cores_per_node", "layer times that are declared, or of a device or a testbed, do not depend on it"),
         (
-            apart and cluster.intra,
+            served and cluster.intra,
             "cluster.intra",
             "trainers have no collectives; messages to a server on the same host take no time",
         ),
@@ -158,7 +157,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         ),
         *_unlimited(cluster, served=served),
         (is_measured, "cluster.intra", "not declared: the profile's measurement in the training loop is used"),
-        (apart and cluster.collective != "ring", "cluster.collective", "trainers have no collectives"),
+        (served and cluster.collective != "ring", "cluster.collective", "trainers have no collectives"),
         (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time only with collective = "gloo"'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time in the simulation: no profile has measured it"),
         (local.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),

@@ -24,7 +24,7 @@ def largest_geo_k(experiment: Experiment) -> int:
     Return 1 if nothing is GeoSGD.
     """
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
-    own = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer, simulated=True).k_steps
+    own = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer).k_steps
     return max(1, own, *(experiment.tune.local_steps if optimizer == "sgd" else ()))
 
 

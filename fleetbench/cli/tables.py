@@ -84,12 +84,8 @@ def _lateness(found: Mapping[str, float]) -> str:
 
 
 def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
-    """Describe how busy servers were, and the staleness; a real server does not know its queue's length."""
+    """Describe how busy servers were, and the staleness."""
     found = [f"busy {units.percent(load['utilisation'])} of the time"]
-    if queue := load.get("queue_length"):
-        found.append(f"queue {queue['mean']:.3g} messages (longest {queue['max']})")
-    if waited := load.get("wait_s"):
-        found.append(f"a message waited {units.seconds(waited['mean'])} (p95 {units.seconds(waited['p95'])})")
     if staleness:
         found.append(f"staleness {staleness['mean']:.3g} updates (p95 {staleness['p95']:g}, most {staleness['max']:g})")
     return ", ".join(found)

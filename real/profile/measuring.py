@@ -26,7 +26,6 @@ is``, whose gathers and scatters give the cost of communication.
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -41,7 +40,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fitting.lines import Hockney
 from fleetbench.fitting.stragglers import fit_stragglers
-from fleetbench.measurements import GradientNoise, Memory, Threads, is_busy
+from fleetbench.measurements import GradientNoise, Memory, Threads
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key, compute_part
@@ -72,7 +71,7 @@ from real.profile.costs import (
     with_averaging,
 )
 from real.supported import is_emulated, with_compute
-from real.testbed.noise import quietest, watching
+from real.testbed.noise import quietest
 
 SECONDS = 10.0
 """Longest duration of a leg in seconds, unless its fewest steps take longer."""
@@ -448,8 +447,6 @@ class _Measuring:
 
 _BUSY: set[Path] = set()
 """Profiles of a busy machine that this process uses, because their points are compared with each other."""
-_LOOK_S = 1.0
-"""Seconds for which the machine is watched before a profile of a busy machine is used again."""
 
 
 def ensure_profile(
@@ -458,8 +455,7 @@ def ensure_profile(
     """Return the experiment with ``workload.profile`` set to its own file, a stored one, or a new one.
 
     Profiles are stored below ``root / "profiles"``, named by a hash of all that changes compute. A profile of
-    a busy machine has its own name: this process uses it, and later ones while the machine is still busy,
-    because a new one would be no better. ``told`` is called before a new profile is measured, with a text
+    a busy machine has its own name and is for this process alone. ``told`` is called before a new profile is measured, with a text
     that says how long that takes. An experiment with a table of layers is returned unchanged.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
@@ -469,8 +465,7 @@ def ensure_profile(
     name = _name(computing)
     path = (folder / f"{name}.toml").resolve()
     busy = path.with_name(f"{name}.busy.toml")
-    if not path.exists() and (busy in _BUSY or (busy.exists() and _is_busy_now())):
-        _BUSY.add(busy)
+    if not path.exists() and busy in _BUSY:
         path = busy
     elif not path.exists():
         check_model(computing.workload)
@@ -483,12 +478,6 @@ def ensure_profile(
             _BUSY.add(path)
         profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
-
-
-def _is_busy_now() -> bool:
-    with watching() as load:
-        time.sleep(_LOOK_S)
-    return is_busy(load.cores)
 
 
 def _announced(experiment: Experiment, folder: Path) -> str:

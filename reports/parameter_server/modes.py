@@ -18,13 +18,12 @@ from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.report.fidelity import step_errors
 from fleetbench.result import RunResult, steps_table, summarise
-from fleetbench.staleness import total_variation
+from fleetbench.staleness import counts_of, load_of, quantiles_of, total_variation
 from fleetbench.workload import HostWork
 from real.job.session import Session
 from real.leg import Leg
 from real.testbed.testbed import LinkOff
 from sim.servers.actor import Linear
-from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import execute, job_of
 from sim.servers.traffic import Traffic
 
@@ -145,7 +144,7 @@ def simulate(real: RunResult, rate_bps: int, constants: Mapping[str, float], see
     job = job_of(believed, traffic=traffic, costs=Linear(push_ns=half_ns, answer_ns=half_ns))
     execution = execute(job)
     table = steps_table(execution.records)
-    load = {"staleness": staleness_summary(execution.loads), "server_load": load_summary(execution.loads)}
+    load = {"staleness": quantiles_of(counts_of(execution.loads)), "server_load": load_of(execution.loads)}
     summary = summarise(believed, table, executor="sim", run_id="report", **load)
     return RunResult(experiment=believed, summary=summary, steps=table, plan=real.plan)
 

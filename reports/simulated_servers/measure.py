@@ -16,10 +16,10 @@ from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
+from fleetbench.staleness import counts_of, load_of, quantiles_of
 from fleetbench.store import machine, versions
 from sim.servers.actor import Job, Linear
 from sim.servers.ports import Hosts
-from sim.servers.server import load_summary, staleness_summary
 from sim.servers.simulate import execute
 from sim.servers.traffic import Traffic
 
@@ -67,7 +67,7 @@ def queue() -> list[dict[str, Any]]:
             closed = dataclasses.replace(job(trainers, steps, "pushes"), costs=ExponentialService(service_ns), waits_each_step=True)
             at_once = dataclasses.replace(FAST, latency=Nanoseconds(0))
             closed = dataclasses.replace(closed, hosts=dataclasses.replace(closed.hosts, link=at_once))
-            found: Any = load_summary(execute(closed).loads)
+            found: Any = load_of(execute(closed).loads)
             idle = 1 / sum(factorial(trainers) / factorial(trainers - n) * load**n for n in range(trainers + 1))
             throughput = (1 - idle) / (service_ns / 1e9)
             rows.append(
@@ -75,7 +75,6 @@ def queue() -> list[dict[str, Any]]:
                     "trainers": trainers,
                     "service_over_think": load,
                     "throughput": found["gradients_per_s"] / throughput,
-                    "queue": found["queue_length"]["mean"] / (trainers - throughput * THINK_NS / 1e9),
                 }
             )
             print(rows[-1], flush=True)
@@ -91,7 +90,7 @@ def staleness() -> list[dict[str, Any]]:
         closed = dataclasses.replace(job(trainers, 800, "dense", service_ns=0), waits_each_step=True)
         fast = dataclasses.replace(FAST, latency=Nanoseconds(0), bandwidth=BitsPerSecond(10**15))
         closed = dataclasses.replace(closed, hosts=dataclasses.replace(closed.hosts, link=fast))
-        found = staleness_summary(execute(closed).loads)
+        found = quantiles_of(counts_of(execute(closed).loads))
         assert found is not None
         rows.append({"trainers": trainers, **found})
         print(rows[-1], flush=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -57,7 +57,7 @@ class Linear:
         return {"merge": self.merge_ns, "install": self.install_ns}.get(kind, 0)
 
 
-def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1, host_ns_per_byte: float = 0.0) -> Linear:
+def costs_of(table: LayerTable, gradient_bytes: int, host_ns_per_byte: float = 0.0) -> Linear:
     """Costs from a layer table: an update over all parameters takes ``table.update``, one over a part its share by bytes.
 
     ``gradient_bytes``: of one step's gradient over all servers together. ``host_ns_per_byte``: a server's own work on what it
@@ -67,27 +67,8 @@ def costs_of(table: LayerTable, gradient_bytes: int, pieces: int = 1, host_ns_pe
         push_ns_per_byte=(table.update / gradient_bytes if gradient_bytes else 0.0) + host_ns_per_byte,
         answer_ns_per_byte=host_ns_per_byte,
         update_ns=table.update,
-        merge_ns=(table.merge + table.resume) // pieces,
+        merge_ns=table.merge + table.resume,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Parameters that a job serves by themselves: each role decides of every piece by the same rules, and nothing of the others."""
-
-    ready_ns: int
-    """From the beginning of the backward, at X = 0."""
-    traffic: Traffic
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCosts:
-    """Nanoseconds by piece for a node's trainers to reduce it to one of them, and to broadcast it after the pull."""
-
-    reduce_ns: tuple[int, ...]
-    broadcast_ns: tuple[int, ...]
-    nbytes: tuple[int, ...]
-    """Mean bytes that a trainer sends in a reduce, or in a broadcast, by piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +89,6 @@ class Job:
     """Steps between two moments at which results are read back from the device."""
     waits_each_step: bool = False
     """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
-    pieces: tuple[Piece, ...] = ()
-    """Pieces pushed, updated and pulled by themselves, in order of readiness; none: all together, after the backward."""
-    node: NodeCosts | None = None
-    """Trainers that reduce among themselves first: ``rules`` and ``hosts`` then count nodes as trainers. None: each pushes its own."""
-
-    def traffic_of(self, piece: int) -> Traffic:
-        """Traffic of one piece."""
-        return self.pieces[piece].traffic if self.pieces else self.traffic
 
 
 class Act(NamedTuple):
@@ -186,8 +159,6 @@ class Carried:
     """Steps whose gradients a push holds."""
     answer_nbytes: int = 0
     """Bytes of a look-up's answer."""
-    piece: int = 0
-    """Number of the piece that the message is about."""
 
 
 NOTHING = Carried()
@@ -204,18 +175,14 @@ class Actor:
     is decided on when the work on all before it has ended.
     """
 
-    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job) -> None:
-        """``deciders``: of every piece."""
-        self.decider = deciders[0]
-        self.deciders = deciders
-        self._piece = 0
-        """Number of the piece that is worked on."""
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job) -> None:
+        self.decider = decider
         self.spans: list[Span] = []
         self.order: Order | None = None
         """Where acts are noted."""
         self._clock = clock
         self._job = job
-        self._inbox: deque[tuple[Event, Carried, int]] = deque()
+        self._inbox: deque[tuple[Event, Carried]] = deque()
         self._to_do: deque[Operation] = deque()
         self._busy = False
         self._took_ns = 0
@@ -223,8 +190,7 @@ class Actor:
 
     def hear(self, event: Event, carried: Carried = NOTHING) -> None:
         """An event, with what comes with it."""
-        self._inbox.append((event, carried, self._clock.now))
-        self._count(1)
+        self._inbox.append((event, carried))
         if not self._busy:
             self._busy = True
             self._work()
@@ -242,10 +208,9 @@ class Actor:
                 self._busy = False
                 self._idle()
                 return
-            event, carried, since_ns = self._inbox.popleft()
-            self._piece = carried.piece
-            self._begin(event, carried, since_ns)
-            self._to_do.extend(self.deciders[carried.piece].on(self._clock.now, event))
+            event, carried = self._inbox.popleft()
+            self._begin(event, carried)
+            self._to_do.extend(self.decider.on(self._clock.now, event))
 
     def _go_on(self) -> None:
         self._end(self._to_do.popleft())
@@ -256,11 +221,8 @@ class Actor:
             self.order.add(act)
         self._do(operation)
 
-    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:
-        """An event that has waited since ``since_ns`` is decided on next."""
-
-    def _count(self, more: int) -> None:
-        """So many more events wait or are worked on."""
+    def _begin(self, event: Event, carried: Carried) -> None:
+        """The event is decided on next."""
 
     def _idle(self) -> None:
         """There is nothing left to do."""

@@ -12,7 +12,6 @@ start and end instead; times are equal to the nanosecond.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from itertools import count
 from simpy import Event
 
 from fleetbench.cluster import Link
-from sim.clock import Clock
+from sim.clock import Clock, half_up
 from sim.network.links import Port
 from sim.network.sharing import SharedPorts, Transfer
 from sim.network.work import BITS_NS
@@ -31,7 +30,7 @@ from sim.network.work import BITS_NS
 
 @dataclass(slots=True, eq=False)
 class _Crowd:
-    """The users of a server's port. Progress counts in units so small that every part of a nanosecond's is a whole number.
+    """The users of a server's port.
 
     It begins ``apart``, when each user has a timer of its own in ``SharedPorts``; then all users progress together.
     """
@@ -40,41 +39,30 @@ class _Crowd:
     beside: Counter[Port] = field(default_factory=Counter)
     """Other servers' ports, by the number of pairs of transfers that share a trainer's port."""
     apart: bool = True
-    unit: int = 1
-    done: int = 0
-    """Units of a user that was there from the beginning."""
+    done_ns: Fraction = Fraction(0)
+    """Progress of a user that was there from the beginning, at the speed alone."""
     since_ns: int = 0
     num: int = 1
     """Users since then."""
-    waiting: list[tuple[int, int, Transfer]] = field(default_factory=list)
-    """A heap: at which ``done`` a transfer ends, a number, and the transfer."""
+    waiting: list[tuple[Fraction, int, Transfer]] = field(default_factory=list)
+    """A heap: at which ``done_ns`` a transfer ends, a number, and the transfer."""
     timer: Event | None = None
     """Goes off when the first of them ends."""
 
     def advance(self, now_ns: int) -> None:
         """All users come to ``now_ns``."""
-        self.done += (now_ns - self.since_ns) * (self.unit // self.num)
+        self.done_ns += Fraction(now_ns - self.since_ns, self.num)
         self.since_ns = now_ns
 
     def add(self, transfer: Transfer, number: int) -> None:
         """A transfer is a user from now on."""
-        left_ns = transfer.remaining_ns
-        self.divide_by(left_ns.denominator)
-        heapq.heappush(self.waiting, (self.done + left_ns.numerator * (self.unit // left_ns.denominator), number, transfer))
-
-    def divide_by(self, number: int) -> None:
-        """Make units small enough."""
-        if self.unit % number:
-            scale = number // math.gcd(self.unit, number)
-            self.unit, self.done = self.unit * scale, self.done * scale
-            self.waiting = [(end * scale, place, transfer) for end, place, transfer in self.waiting]
+        heapq.heappush(self.waiting, (self.done_ns + transfer.remaining_ns, number, transfer))
 
     def next_due_ns(self) -> int | None:
         """When the first user ends, rounded once; see ``SharedPorts``."""
         if not self.waiting:
             return None
-        left = (self.waiting[0][0] - self.done) * self.num
-        return self.since_ns + max((2 * left + self.unit) // (2 * self.unit), 0)
+        return self.since_ns + max(half_up((self.waiting[0][0] - self.done_ns) * self.num), 0)
 
 
 class ServerPorts(SharedPorts):
@@ -196,7 +184,7 @@ class ServerPorts(SharedPorts):
         """All users of a port progress together."""
         now_ns, users = self._clock.now, self._users[crowd.port]
         if crowd.apart:
-            crowd.apart, crowd.done, crowd.since_ns, crowd.waiting = False, 0, now_ns, []
+            crowd.apart, crowd.done_ns, crowd.since_ns, crowd.waiting = False, Fraction(0), now_ns, []
             for user in users:
                 if user.due_ns != now_ns:
                     self._integrate(user)
@@ -207,7 +195,6 @@ class ServerPorts(SharedPorts):
             if origin in users:
                 crowd.add(origin, next(self._numbers))
         crowd.num, crowd.timer = len(users), None
-        crowd.divide_by(crowd.num)
         if (due_ns := crowd.next_due_ns()) is not None:
             crowd.timer = timer = self._clock.timeout(due_ns - now_ns)
             timer.callbacks.append(partial(self._ring, crowd))
@@ -218,7 +205,7 @@ class ServerPorts(SharedPorts):
             return
         crowd.advance(self._clock.now)
         for end, _, user in crowd.waiting:
-            user.remaining_ns, user.since_ns = Fraction(end - crowd.done, crowd.unit), self._clock.now
+            user.remaining_ns, user.since_ns = end - crowd.done_ns, self._clock.now
         crowd.apart, crowd.timer, crowd.waiting = True, None, []
 
 

@@ -1,9 +1,8 @@
-"""Worker: a trainer's steps, the sender beside it, and a node of trainers that share one."""
+"""Worker: a trainer's steps, and the sender beside it."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import simpy
 
@@ -16,17 +15,17 @@ from fleetbench.result import StepRecord
 from fleetbench.stragglers import stretch
 from fleetbench.timeline import COMPUTE, Span
 from sim.clock import Clock
-from sim.servers.actor import Act, Actor, Carried, Job, NodeCosts, Post
+from sim.servers.actor import Act, Actor, Carried, Job, Post
 from sim.servers.traffic import Part
 
-Local = Callable[[Message, int], None]
-"""Carries a message about a piece between a trainer and its sender."""
+Local = Callable[[Message], None]
+"""Carries a message between a trainer and its sender."""
 
 Versions = tuple[int, ...]
 """How often each server had updated some parameters."""
-Program = Iterator[Event | simpy.Event | None]
-"""A trainer's steps. It yields what it waits for: an event of the clock; an event that the strategy is told, until the strategy lets the
-trainer go on; none, until the strategy lets it go on."""
+Program = Iterator[Event | simpy.Event]
+"""A trainer's steps. It yields what it waits for: an event of the clock; or an event that the strategy is told, until the strategy lets the
+trainer go on."""
 _NEWEST = (2**62,)
 """Version of a server of which nothing has been read."""
 
@@ -46,17 +45,17 @@ class Memory:
 class Sender(Actor):
     """Merges, pushes and pulls in the background."""
 
-    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, memory: Memory) -> None:
-        super().__init__(clock, deciders, job)
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory, post: Post) -> None:
+        super().__init__(clock, decider, job)
+        self._post = post
         self._memory = memory
         self._timers = 0
         self._received: dict[int, int] = {}
         self._staged: list[Versions] = [memory.versions]
         self._staged_steps: Part = (self.decider.rank, 0, 0)
-        self.post: Post
         self.tell_trainer: Local
 
-    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
+    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # what an actor is told
         if isinstance(event, Message) and event.kind == "parameters":
             self._received[event.rank] = event.version
 
@@ -81,16 +80,16 @@ class Sender(Actor):
         assert operation.message is not None
         rank = self.decider.rank
         if operation.group == "trainer":
-            self.tell_trainer(Message("sender", rank, operation.message, count=operation.count), self._piece)
+            self.tell_trainer(Message("sender", rank, operation.message, count=operation.count))
             return
-        traffic = self._job.traffic_of(self._piece)
+        traffic = self._job.traffic
         for server in range(self._job.rules.servers):
-            carried = Carried(traffic.header_bytes, piece=self._piece)
+            carried = Carried(traffic.header_bytes)
             if operation.payload is not None:
                 versions = tuple(version[server] for version in self._staged)
-                carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps, piece=self._piece)
+                carried = Carried(traffic.pushed(server, [self._staged_steps]), versions, self._staged_steps)
             message = Message("sender", rank, operation.message, count=operation.count, version=min(carried.versions, default=0))
-            self.post(server, message, carried)
+            self._post(server, message, carried)
 
 
 class Trainer(Actor):
@@ -99,8 +98,9 @@ class Trainer(Actor):
     Its last step ends when all that it has handed on is pushed, and pulled what others changed.
     """
 
-    def __init__(self, clock: Clock, deciders: Sequence[RoleDecider], job: Job, memory: Memory) -> None:
-        super().__init__(clock, deciders, job)
+    def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory, post: Post) -> None:
+        super().__init__(clock, decider, job)
+        self._post = post
         self.records: list[StepRecord] = []
         self.ended_ns: int | None = None
         self._memory = memory
@@ -111,7 +111,6 @@ class Trainer(Actor):
         self._bytes_sent = self._update_ns = self._idle_since_ns = 0
         self._index = self._look_up = 0
         """Index of the step under way, and number of its last look-up."""
-        self.post: Post
         self.tell_sender: Local
         self.step_begins: Callable[[int], None] = lambda _: None
         self.step_done: Callable[[], None] = lambda: None
@@ -130,15 +129,14 @@ class Trainer(Actor):
         if isinstance(wanted, simpy.Event):
             wanted.callbacks.append(self._advance)
             return
-        if wanted is not None:
-            for piece in range(len(self.deciders)):
-                self.hear(wanted, Carried(piece=piece))
+        self.hear(wanted)
         self._is_ready = True
         if not self._busy:
             self._idle()
 
     def _idle(self) -> None:
-        if self._is_ready and all(isinstance(decider.state, TrainerState) and decider.state.waits is None for decider in self.deciders):
+        assert isinstance(self.decider.state, TrainerState)
+        if self._is_ready and self.decider.state.waits is None:
             self._is_ready = False
             self._advance()
 
@@ -167,10 +165,10 @@ class Trainer(Actor):
         self._span("wait", start_ns + read_ns, clock.now)
         forward_ns = stretch(job.table.forward_ns, x)
         backward_ns = stretch(job.table.forward_ns + job.table.backward_ns, x) - forward_ns
-        yield self._compute(x, forward_ns, backward_ns)
+        yield self._compute(forward_ns, backward_ns)
         self._idle_since_ns = arrival_ns = clock.now
         self._update_ns = 0
-        yield None if job.pieces else BackwardEnd()
+        yield BackwardEnd()
         if job.waits_each_step:
             yield Flush()
         if self._index == len(job.steps) - 1:  # what is queued goes out, and belongs to the last step
@@ -197,22 +195,16 @@ class Trainer(Actor):
             )
         )
 
-    def _compute(self, x: int, forward_ns: int, backward_ns: int) -> simpy.Event:
+    def _compute(self, forward_ns: int, backward_ns: int) -> simpy.Event:
         """Begin a forward; the event is the backward's end."""
         if self.order is not None:
             self.order.add(Act("trainer", self.decider.rank, "forward"))
         begin_ns = self._clock.now
         self._span("forward", begin_ns, begin_ns + forward_ns)
         self._span("backward", begin_ns + forward_ns, begin_ns + forward_ns + backward_ns)
-        for number, piece in enumerate(self._job.pieces):
-            ready = self._clock.timeout(stretch(self._job.table.forward_ns + piece.ready_ns, x))
-            ready.callbacks.append(partial(self._end_piece, number))
         return self._clock.timeout(forward_ns + backward_ns)
 
-    def _end_piece(self, number: int, _ready: object) -> None:
-        self.hear(BackwardEnd(), Carried(piece=number))
-
-    def _begin(self, event: Event, carried: Carried, since_ns: int) -> None:  # noqa: ARG002  # what an actor is told
+    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # what an actor is told
         if isinstance(event, Message) and event.kind == "rows":
             read = list(self._memory.computed_from)
             read[event.rank] = min(read[event.rank], event.version)
@@ -232,71 +224,15 @@ class Trainer(Actor):
                 self._memory.queue.append(self._memory.computed_from)
             message = Message("trainer", rank, operation.message, count=operation.count)
             if operation.group == "sender":
-                self.tell_sender(message, self._piece)
+                self.tell_sender(message)
                 return
             for server in range(self._job.rules.servers):
-                carried = Carried(self._job.traffic.header_bytes, piece=self._piece)
+                carried = Carried(self._job.traffic.header_bytes)
                 if operation.message == "look_up":
                     asked, answered = self._job.traffic.looked_up(server, rank, self._index, self._look_up)
                     carried = Carried(asked, answer_nbytes=answered)
-                self.post(server, message, carried)
+                self._post(server, message, carried)
 
     def _span(self, name: str, start_ns: int, end_ns: int) -> None:
         if end_ns > start_ns:
             self.spans.append(Span(self.decider.rank, COMPUTE, name, start_ns, end_ns - start_ns))
-
-
-class Node:
-    """Trainers that reduce their gradients among themselves before one of them pushes the sum, and broadcasts what it pulled.
-
-    It stands between the trainers and the one sender that they share, and has one communicator, on which a reduce or a broadcast
-    waits for the one before it. To the servers it is one trainer.
-    """
-
-    def __init__(self, clock: Clock, costs: NodeCosts, trainers: Sequence[Trainer], sender: Sender) -> None:
-        self._clock = clock
-        self._costs = costs
-        self._trainers = trainers
-        self._sender = sender
-        self._come = Counter[tuple[str, int]]()
-        """Trainers whose word about a piece is here, until all are."""
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        """Collectives: what each takes, and what follows it. The first is under way."""
-        for trainer in trainers:
-            trainer.tell_sender = self._hear_trainer
-        sender.tell_trainer = self._hear_sender
-
-    def _hear_trainer(self, message: Message, piece: int) -> None:
-        key = message.kind, piece
-        self._come[key] += 1
-        if self._come[key] < len(self._trainers):
-            return
-        del self._come[key]
-        self._collective(self._costs.reduce_ns, message, piece, lambda: self._sender.hear(message, Carried(piece=piece)))
-
-    def _hear_sender(self, message: Message, piece: int) -> None:
-        self._collective(self._costs.broadcast_ns, message, piece, lambda: self._tell_trainers(message, piece))
-
-    def _tell_trainers(self, message: Message, piece: int) -> None:
-        for trainer in self._trainers:
-            trainer.hear(message, Carried(piece=piece))
-
-    def _collective(self, costs_ns: Sequence[int], message: Message, piece: int, then: Callable[[], None]) -> None:
-        """A gradient and fresh parameters pass through the trainers; other messages carry nothing."""
-        if message.kind not in ("gradient", "fresh"):
-            self._clock.timeout(0).callbacks.append(lambda _: then())
-            return
-        for trainer in self._trainers:
-            trainer.sent(self._costs.nbytes[piece])
-        self._waiting.append((costs_ns[piece], then))
-        if len(self._waiting) == 1:
-            self._start()
-
-    def _start(self) -> None:
-        self._clock.timeout(self._waiting[0][0]).callbacks.append(lambda _: self._end())
-
-    def _end(self) -> None:
-        _, then = self._waiting.popleft()
-        if self._waiting:
-            self._start()
-        then()

@@ -33,10 +33,10 @@ launch_barrier
 ROWS: dict[str, str] = {
     "mode": "served way",
     "auto": "",
-    "fuse_all_reduce_ops": "planned pieces clock",
+    "fuse_all_reduce_ops": "planned clock",
     "fusion": "planned clock",
-    "fuse_grad_size_in_MB": "planned pieces clock",
-    "fuse_grad_count": "planned pieces clock",
+    "fuse_grad_size_in_MB": "planned clock",
+    "fuse_grad_count": "planned clock",
     "fuse_grad_size_in_num": "planned clock",
     "last_comm_group_size_MB": "planned clock",
     "first_bucket_size_in_MB": "planned clock",
@@ -84,8 +84,6 @@ ROWS: dict[str, str] = {
     "a_sync": "served way",
     **{f"a_sync_configs.{name}": "served way" for name in SENT.split()},
     "a_sync_configs.runtime_split_send_recv": "way",
-    "overlap_push": "simulated",
-    "reduce_in_node": "simulated",
 }
 """By field: which lists it is in. ``way``: two strategies that differ in it are two ways of training to the tuner."""
 BASES: dict[str, dict[str, Any]] = {
@@ -106,8 +104,6 @@ BASES: dict[str, dict[str, Any]] = {
     "sharding_configs.": {"sharding": True},
     "a_sync_configs.": {"mode": "ps", "a_sync": True},
     "a_sync": {"mode": "ps"},
-    "overlap_push": {"mode": "ps"},
-    "reduce_in_node": {"mode": "ps"},
 }
 """With which other fields the fields whose names begin so can be changed; the first one holds."""
 OTHERS: dict[str, Any] = {
@@ -201,17 +197,12 @@ def test_a_layer_tables_key_has_all_but_the_memory() -> None:
     assert set(COMPUTE_FIELDS) == tables
 
 
-@pytest.mark.parametrize(
-    ("simulated", "base", "words"), [(False, {}, []), (True, {}, ["simulated"]), (True, {"overlap_push": True}, ["simulated", "pieces"])]
-)
-def test_servers_execute_the_fields_of_the_rows(
-    monkeypatch: pytest.MonkeyPatch, simulated: bool, base: dict[str, Any], words: list[str]
-) -> None:
-    """Simulated servers have two fields more, and those of buckets where they push by bucket."""
+def test_servers_execute_the_fields_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real and simulated ones alike."""
     executed: list[set[str]] = []
     monkeypatch.setattr("fleetbench.plan.servers.rules.refuse_unexecuted", lambda *arguments: executed.append(plain(arguments[2])))
-    refuse_unserved(DistributedStrategy().replace(mode="ps", **base), simulated=simulated)
-    assert executed[-1] == set.union(*map(listed, ["served", *words]))
+    refuse_unserved(DistributedStrategy().replace(mode="ps"))
+    assert executed == [listed("served")]
 
 
 def test_another_way_of_training_differs_in_the_fields_of_the_rows() -> None:

@@ -80,8 +80,6 @@ OWN_FIELDS = {  # ours, or Fleet's without a published default
     "conv_workspace_size_limit",
     "fraction_of_gpu_memory_to_use",
     "fetch_every_n_steps",
-    "overlap_push",
-    "reduce_in_node",
     "sharding",
     "sharding_configs.stage",
     "sharding_configs.sharding_degree",

@@ -223,7 +223,7 @@ def apart(*runs: RunResult) -> float:
     return sum(abs(first.get(age, 0.0) - second.get(age, 0.0)) for age in {*first, *second}) / 2
 
 
-SIMULATED_ALONE = ("server_load.queue_length", "server_load.wait_s", "lateness_s", "engine", "loss_from")
+SIMULATED_ALONE = ("lateness_s", "engine", "loss_from")
 REAL_ALONE = ("lateness_s.",)
 
 

@@ -286,18 +286,13 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], match: str) -
 
 
 def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for the simulated servers; a real one's knows no queue, and is printed all the same."""
+    """A line for each run."""
     made = experiment()
     summary = simulate(made).summary
-    assert summary.server_load is not None
-    known = {name: summary.server_load[name] for name in ("gradients_per_s", "utilisation", "staleness_histogram")}
-    print_runs({"simulated": summary, "real": dataclasses.replace(summary, server_load=known)}, made)
+    print_runs({"simulated": summary, "real": summary}, made)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parameter servers")]
-    assert lines[0].startswith("parameter servers (simulated): busy 0.0 % of the time, queue ")
-    assert " messages (longest " in lines[0]
-    assert ", a message waited " in lines[0]
+    assert lines[0].startswith("parameter servers (simulated): busy 0.0 % of the time, staleness ")
     assert lines[1].startswith("parameter servers (real): busy 0.0 % of the time, staleness ")
-    assert " updates (p95 " in lines[1]
 
 
 @pytest.mark.sample(3)

@@ -29,13 +29,10 @@ SERVED = named("servers")
 changed."""
 
 
-def refuse_unserved(strategy: DistributedStrategy, *, simulated: bool = False) -> None:
-    """Raise ``ConfigError`` for a changed field that servers, or all except ``simulated`` ones, lack."""
-    who, alone = "training with parameter servers", named("simulated")
+def refuse_unserved(strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for a changed field that servers lack."""
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
-    refuse_unexecuted(strategy, "strategy", SERVED | alone | (named("pieces") if strategy.overlap_push else set()), who, hint)
-    if not simulated:
-        refuse_unexecuted(strategy, "strategy", SERVED, who, "leave it out: only fleetbench sim executes it")
+    refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers", hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +113,6 @@ def rules_of(
     parameter_bytes: int = 0,
     memory_bytes: int | None = None,
     has_dense: bool = True,
-    simulated: bool = False,
 ) -> ServerRules:
     """Return the rules of a strategy with ``mode = "ps"``.
 
@@ -126,7 +122,7 @@ def rules_of(
     """
     if strategy.mode != "ps":
         raise ConfigError("is no strategy of parameter servers", "strategy.mode", repr(strategy.mode), 'set mode = "ps"')
-    refuse_unserved(strategy, simulated=simulated)
+    refuse_unserved(strategy)
     if servers < 1:
         raise ConfigError('mode = "ps" needs servers', "servers", str(servers), "fleetbench launch --servers 1 --workers 2 train.py")
     configs = strategy.a_sync_configs
