@@ -14,7 +14,6 @@ answer ``n/r``.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 import time
@@ -39,9 +38,6 @@ GRACE_S = 5.0
 """Seconds for a rank to end by itself after another has failed."""
 OWN_GRACE_S = 30.0
 """Seconds for the failed rank, whose script may have to save something."""
-ALONE_S = 10.0
-"""Seconds, in addition to twice the longest so far, after which a collective counts as waiting for a rank
-that has come to its exit."""
 _POLL_S = 0.5
 _ANSWER_S = 3.0
 """Seconds for the ranks to answer; each checks every ``_POLL_S``."""
@@ -55,8 +51,6 @@ _OF_PEERS = (
     *("NCCL communicator was aborted", "Broken pipe"),
 )
 """Parts of torch.distributed's messages about another rank that has ended or does not come."""
-_LEAVING = "fleetbench/leaving"
-"""Key in the store that exists once a rank has come to its exit."""
 _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"
 
 Answer = TypeVar("Answer")
@@ -104,7 +98,7 @@ class Failures:
     file that receives the first failure, for the launcher of this host.
     """
 
-    grace_s, alone_s = GRACE_S, ALONE_S
+    grace_s = GRACE_S
 
     def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
         self.failure: Failure | None = None
@@ -118,11 +112,6 @@ class Failures:
         self._entry_of_broken: int | None = None
         self._own_entry: int | None = None
         self._has_failed = self._has_broken = self._is_leaving = False
-        self._waits: dict[object, float] = {}
-        """Start times of this rank's running collectives."""
-        self._longest_s = 0.0
-        self._left_s: float | None = None
-        """Time when this rank saw another one come to its exit, or came to its own."""
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
@@ -147,8 +136,6 @@ class Failures:
     @contextmanager
     def broken(self) -> Iterator[None]:
         """Turn a collective's error into a ``CollectiveFailed`` that names the cause, if ranks know it."""
-        this, begin_s = object(), time.monotonic()
-        self._waits[this] = begin_s
         try:
             yield
         except RuntimeError as error:
@@ -156,10 +143,6 @@ class Failures:
             text = str(error).strip()
             cause = self._asked(lambda: self._cause(text.partition("\n")[0][:200]), otherwise=_SILENT_STORE)
             raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
-        finally:
-            del self._waits[this]
-            if self._step():  # before the first, ranks wait for each other's start
-                self._longest_s = max(self._longest_s, time.monotonic() - begin_s)
 
     def absent(self, patience_s: float) -> str | None:
         """Call the roll: describe the ranks that do not answer within this time; none if all do."""
@@ -205,8 +188,6 @@ class Failures:
         while not self._ended.wait(_POLL_S):
             with suppress(RuntimeError):  # a store that is gone is noticed by the next collective, which says so
                 self._read()
-                if self._is_left_alone():
-                    self._append("waits for another rank that has come to its exit")
             failure = self.failure
             if failure is None:
                 continue
@@ -217,20 +198,6 @@ class Failures:
             if time.monotonic() - since_s > (self.grace_s if other else OWN_GRACE_S):
                 leave_without_success()
                 return
-
-    def _is_left_alone(self) -> bool:
-        """Whether a collective takes far longer than any before, mostly since another rank exited."""
-        if self._is_leaving:
-            if self._left_s is None:
-                self._store.set(_LEAVING, "")
-            self._left_s = self._left_s or time.monotonic()
-            return False
-        if self._left_s is None and self._store.check([_LEAVING]):
-            self._left_s = time.monotonic()
-        if self._left_s is None or self.failure is not None:
-            return False
-        begin_s = min([*self._waits.values()], default=math.inf)
-        return time.monotonic() - max(begin_s, self._left_s) > self.alone_s + 2 * self._longest_s
 
     def _read(self) -> None:
         """Read new entries of the log, and answer them."""

@@ -24,7 +24,6 @@ from torch import nn
 from fleetbench import DistributedStrategy
 from fleetbench.errors import ConfigError
 from real.fleet import Fleet
-from real.processes.failures import Failures
 from real.processes.roles import JOINED, STORE
 
 TIMEOUT_S = 120.0
@@ -113,8 +112,7 @@ def refused(folder: Path) -> None:
 
 def exited(folder: Path) -> None:
     """Rank 1 leaves by ``sys.exit``."""
-    Failures.alone_s = 3.0
-    Script(folder).train(lambda: sys.exit(3))
+    Script(folder, timeout_s=SHORT_S).train(lambda: sys.exit(3))
 
 
 def preempted(folder: Path) -> None:

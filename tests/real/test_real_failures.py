@@ -167,52 +167,6 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
     assert "rank 2 ends, because rank 1 failed at step 7: ValueError: odd" in capsys.readouterr().err
 
 
-def test_a_rank_that_left_while_another_waits_is_named(ranks: list[Failures]) -> None:
-    """A collective takes longer than any before it. That alone is no failure; it is one once another rank has come to its exit."""
-    ranks[0].alone_s = 0.1
-    for one in ranks:
-        one.grace_s = 60.0
-        one.start()
-    with ranks[0].broken():
-        time.sleep(0.5)
-    with ranks[0].broken():
-        time.sleep(1.2)
-        assert not any(one.has_failed for one in ranks)
-        ranks[1].begin_exit()
-        _until(lambda: all(one.failure is not None and one.failure.own for one in ranks))
-    assert {(one.failure.rank, one.failure.what.partition(":")[0]) for one in ranks if one.failure is not None} == {
-        (1, "has ended while others still train")
-    }
-
-
-@pytest.mark.slow
-def test_a_long_collective_after_others_have_come_to_their_exit_is_as_long_as_those_before(ranks: list[Failures]) -> None:
-    """On a slow network the last one ends on one rank seconds before it does on another."""
-    ranks[0].alone_s = 0.1
-    for one in ranks:
-        one.start()
-    with ranks[0].broken():
-        time.sleep(1.5)
-    ranks[1].begin_exit()
-    with ranks[0].broken():
-        time.sleep(1.5)
-    assert not any(one.has_failed for one in ranks)
-
-
-@pytest.mark.slow
-def test_a_collective_that_took_long_before_others_came_to_their_exit_has_time_to_end(ranks: list[Failures]) -> None:
-    """One rank evaluates, the others wait for it, and it is the last to hear that all have met."""
-    ranks[0].alone_s = 1.2
-    for one in ranks:
-        one.start()
-    with ranks[0].broken():
-        time.sleep(1.5)
-        ranks[1].begin_exit()
-        time.sleep(0.6)
-    time.sleep(0.6)
-    assert not any(one.has_failed for one in ranks)
-
-
 def test_who_does_not_answer_is_named(ranks: list[Failures]) -> None:
     """A collective broke, and rank 2 watches no more; a rank's own failure, told late, goes before that."""
     for one in ranks[:2]:
