@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GENTLY = "--gently"
 
 
@@ -38,17 +38,6 @@ def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), how)
-
-
-def adopt(*, on: bool) -> None:
-    """Set whether orphaned descendants of this process become its own children. Only Linux has it."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
-
-
-def name_process(name: str) -> None:
-    """Set the name that ``ps`` and ``top`` show for this process, up to 15 bytes. Only Linux has it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 if __name__ == "__main__":

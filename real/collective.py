@@ -40,7 +40,6 @@ from real.engine.engine import Engine
 from real.engine.fleet_engine import FleetEngine
 from real.engine.refusals import refuse_model, refuse_nonlinear, refuse_untrainable
 from real.models import MODEL, Models
-from real.processes.diagnosis import NOTE
 from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
 from real.processes.joining import join, renew_store
@@ -298,13 +297,11 @@ class Collective:
         """Watch for a failure on any rank; what stands around every collective from now on."""
         if dist.get_world_size() == 1:
             return collective_errors
-        joined = os.environ.get(JOINED)
         self._failures = Failures(
             dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
             dist.get_rank(),
             dist.get_world_size(),
             step=self._step,
-            note=None if joined is None else Path(joined).with_name(NOTE),
         )
         self._failures.start()
         return self._failures.broken

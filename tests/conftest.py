@@ -17,9 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fork_server import forking_workers, shared
 from hypothesis import HealthCheck, settings
 
-from real.processes.fork_server import shared
+import real.processes.started
 
 TESTS = Path(__file__).parent
 pytest.register_assert_rewrite("plan.contract")
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that it starts
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as a lone trainer sets it
     os.environ.setdefault("FLEETBENCH_BUSY", "accept")  # tests run side by side; those of busy machines set it otherwise
+    real.processes.started.start_process = forking_workers(real.processes.started.start_process)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

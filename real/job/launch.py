@@ -25,7 +25,7 @@ from real.job.driver_watch import GRACE_S
 from real.job.folder import NEVER, BeatReader, DriverSide
 from real.job.inside import SHARED, trainer_environment
 from real.processes.attached import why_unattached
-from real.processes.diagnosis import STOPPED, LegFailed, LegLost, diagnose, how_it_ended
+from real.processes.diagnosis import LegFailed, LegLost, diagnose, how_it_ended
 from real.processes.place import processes_with
 from real.processes.roles import TUNING
 from real.processes.started import QUIET, Started, end, meeting_variables, start, start_process, torchrun_variables
@@ -202,19 +202,17 @@ class WorkerLaunch(Launch):
         self.log = folder / "log"
         """Folder of the ranks' output."""
 
-    def start(self, command: list[str], environment: Mapping[str, str], *, forks: bool = False) -> None:
+    def start(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
 
-        ``environment`` goes before torchrun's variables. ``forks``: of this process's fork server, for a
-        ``command`` with ``-m MODULE``.
+        ``environment`` goes before torchrun's variables.
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
-        base, meeting = {**os.environ, **QUIET, **environment}, meeting_variables(self._folder.path)
+        base, own = {**os.environ, **QUIET}, {**meeting_variables(self._folder.path), **environment, TUNING: str(self._folder.path)}
         for rank in range(self._num_expected):
-            own = {**torchrun_variables(rank, self._num_expected), **meeting, **environment, TUNING: str(self._folder.path)}
-            log = self.log / f"workerlog.{rank}"
-            self._processes.append(start("trainer", rank, command, base, log, own=own, forks=forks))
+            variables, log = {**base, **torchrun_variables(rank, self._num_expected), **own}, self.log / f"workerlog.{rank}"
+            self._processes.append(start("trainer", rank, command, variables, log))
         while not self.ranks:
             if self.code is not None:
                 raise self._failure()
@@ -225,11 +223,9 @@ class WorkerLaunch(Launch):
     def _failure(self) -> FleetbenchError:
         beats, now_ns = self._beats.read(self._num_expected), time.monotonic_ns()
         codes = {process.rank: code for process in self._processes if (code := process.popen.poll())}
-        stopped = [process.name for process in self._processes if process.is_stopped]
+        stopped = [process.rank for process in self._processes if process.is_stopped]
         self.kill()
-        if stopped:  # the others wait for it
-            return WorkerFailed(STOPPED, stopped[0], hint="look for a SIGSTOP or a debugger")
-        found = diagnose(codes, self._folder.failures(), beats, now_ns, str(self.log))
+        found = diagnose(codes, self._folder.failures(), beats, now_ns, str(self.log), stopped)
         return WorkerFailed(*found.args) if isinstance(found, LegFailed) else found  # no leg follows in this launch
 
 

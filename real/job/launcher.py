@@ -17,40 +17,91 @@ from pathlib import Path
 from fleetbench.errors import EnvironmentLacks, FleetbenchError, WorkerFailed
 from real.job.folder import RankSide
 from real.processes.attached import attached_environment, check_ordered, refuse_unattached
-from real.processes.diagnosis import NOTE, STOPPED, how_it_ended, read_note
+from real.processes.diagnosis import NOTE_PATH, Suspect, blamed, read_note
 from real.processes.place import temporary_folder
 from real.processes.roles import JOINED, TUNING
-from real.processes.started import QUIET, Started, end, meeting_variables, start, torchrun_variables, uninterrupted
+from real.processes.started import QUIET, Kind, Started, end, meeting_variables, start, torchrun_variables, uninterrupted
 
 Echo = Callable[[bytes], object]
 GRACE_S = 120.0
 """Seconds for trainers to end when told to, because they may save first. A printed Slurm job allows as
 much."""
+SERVER_GRACE_S = 300.0
+"""Seconds for servers to write their last checkpoint once all trainers have ended."""
 POLL_S = 0.05
 _OF_THE_USER = ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL")
 
 
-def follow(
-    processes: Sequence[Started],
-    echo: Echo,
-    see_end: Callable[[Started], object],
-    is_over: Callable[[], bool],
-) -> None:
-    """Follow the processes until ``is_over``. ``echo`` gets the output of rank 0, if it runs here.
+def launch_script(
+    nproc: int, script: Sequence[str], *, log_dir: Path, echo: Echo = sys.stdout.buffer.write, strategy: Path | None = None
+) -> bool:
+    """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers; see ``run_processes``.
 
-    ``see_end`` is called once for each process of this machine that has ended, with its exit code set. If
-    interrupted, it lets the trainers end first.
+    Return whether any of them called ``fleet.init``. With ``strategy``, a file, its ``DistributedDataParallel``
+    model trains by that strategy; raises ``ConfigError`` if it has no such model. Ranks find each other through
+    a file.
     """
+    with temporary_folder() as folder:
+        common = {**quiet(), **meeting_variables(folder), JOINED: str(folder / "joined")}
+        if strategy is not None:
+            check_ordered(strategy)
+            common |= attached_environment(folder, strategy)
+        ranks: list[tuple[Kind, int, Mapping[str, str]]] = [("trainer", rank, torchrun_variables(rank, nproc)) for rank in range(nproc)]
+        run_processes(script, ranks, {**os.environ, **common}, folder, log_dir=log_dir, echo=echo)
+        if strategy is not None:
+            refuse_unattached(folder, strategy)
+        return (folder / "joined").exists()
+
+
+def quiet() -> dict[str, str]:
+    """Return ``QUIET`` without the variables that the user may and did set."""
+    return {name: value for name, value in QUIET.items() if name not in _OF_THE_USER or name not in os.environ}
+
+
+def run_processes(
+    script: Sequence[str],
+    processes: Sequence[tuple[Kind, int, Mapping[str, str]]],
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    log_dir: Path,
+    echo: Echo,
+    located: Callable[[str], str] = str,
+    is_spread: bool = False,
+) -> None:
+    """Run ``script`` once for each process (kind, rank and its own variables), until all have ended or one has failed.
+
+    Trainer N's output is in ``log_dir/workerlog.N``, server N's in ``serverlog.N``; rank 0's is echoed if it runs here.
+    ``folder``: of the launch, for the name of a process that another one blames. ``located``: a name with its host.
+    ``is_spread``: whether other machines have a part in the job. Raises ``WorkerFailed`` with the process that broke the job.
+    """
+    note, command = folder / "failure.json", [sys.executable, "-u", *script]
+    names = [f"{'server' if kind == 'server' else 'worker'}log.{rank}" for kind, rank, _ in processes]
+    started: list[Started] = []
+    with logs_in(log_dir, names, is_spread=is_spread):
+        try:
+            for (kind, rank, own), name in zip(processes, names, strict=True):
+                variables = {**environment, **own, NOTE_PATH: str(note)}
+                started.append(start(kind, rank, command, variables, log_dir / name))
+            _follow(started, echo, note, is_spread=is_spread)
+            _tell_driver(started)
+            error = verdict(started, read_note(note), located)
+        finally:
+            end(started)
+    if error is not None:
+        raise _shown(error, log_dir, echo)
+
+
+def _follow(processes: Sequence[Started], echo: Echo, note: Path, *, is_spread: bool) -> None:
+    """Follow the processes until ``_is_over``; ``echo`` gets the output of rank 0. If interrupted, let the trainers end first."""
     with ExitStack() as stack:
         logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
 
-        def look(see_end: Callable[[Started], object], is_over: Callable[[], bool]) -> None:
+        def look_until(is_over: Callable[[], bool], echo: Echo) -> None:
             has_ended = False
             while not has_ended:
                 for process in processes:
-                    if process.code is None and (code := process.popen.poll()) is not None:
-                        process.code = code
-                        see_end(process)
+                    process.look()
                 has_ended = is_over()
                 for log in logs:
                     if text := log.read():
@@ -58,26 +109,27 @@ def follow(
                 time.sleep(POLL_S)
 
         try:
-            look(see_end, is_over)
+            look_until(lambda: _is_over(processes, note, is_spread=is_spread), echo)
         except KeyboardInterrupt:
-            echo = _unheard(echo)
             with uninterrupted(signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C ends all at once
-                _let_end(processes, look)
+                _let_end(processes, lambda is_over: look_until(is_over, _unheard(echo)))
             raise
 
 
-def _unheard(echo: Echo) -> Echo:
-    """Return an ``echo`` that continues when nothing reads it: the terminal may be gone."""
+def _is_over(processes: Sequence[Started], note: Path, *, is_spread: bool) -> bool:
+    """Whether all have ended, one has failed, or servers have had their time since the last trainer's end."""
+    living = [process for process in processes if process.code is None]
+    has_failed = any(process.code for process in processes) or (len(living) < len(processes) and note.exists())
+    if has_failed or not living:
+        return True
+    if is_spread or any(process.kind == "trainer" for process in living):
+        return False
+    last_s = max(process.ended_s for process in processes if process.kind == "trainer")
+    return all(process.is_stopped for process in living) or time.monotonic() - last_s > SERVER_GRACE_S
 
-    def hear(text: bytes) -> None:
-        with suppress(OSError, FleetbenchError):
-            echo(text)
 
-    return hear
-
-
-def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], object], Callable[[], bool]], None]) -> None:
-    """Tell trainers to end; call ``look`` until they and then the servers have ended or their time is over.
+def _let_end(processes: Sequence[Started], look_until: Callable[[Callable[[], bool]], None]) -> None:
+    """Tell trainers to end; look until they and then the servers have ended, or their time is over.
 
     Only the trainer itself is told, and its own child processes after it has ended: workers that load its
     data must not end before it.
@@ -95,77 +147,41 @@ def _let_end(processes: Sequence[Started], look: Callable[[Callable[[Started], o
         with suppress(ProcessLookupError):
             os.kill(process.popen.pid, signal.SIGTERM)
     if trainers:  # servers of a host without trainers wait for nobody
-        look(lambda _: None, is_over)
+        look_until(is_over)
     for process in told:
         with suppress(ProcessLookupError):
             os.killpg(process.popen.pid, signal.SIGTERM)
 
 
-def _note_end(rank: Started) -> None:
-    """Record that a rank has ended; a driver that has started this launcher is told about a failure."""
-    if rank.code and TUNING in os.environ:
-        RankSide(Path(os.environ[TUNING])).ended(rank.rank, rank.code)
+def _tell_driver(processes: Sequence[Started]) -> None:
+    """Tell the driver that has started this launcher, if any, how processes have failed."""
+    for process in processes:
+        if process.code and TUNING in os.environ:
+            RankSide(Path(os.environ[TUNING])).ended(process.rank, process.code)
 
 
-def verdict(processes: Sequence[Started], noted: tuple[str, str] | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
+def _unheard(echo: Echo) -> Echo:
+    """Return an ``echo`` that continues when nothing reads it: the terminal may be gone."""
+
+    def hear(text: bytes) -> None:
+        with suppress(OSError, FleetbenchError):
+            echo(text)
+
+    return hear
+
+
+def verdict(processes: Sequence[Started], noted: Suspect | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
     """Return the error of a launch that did not end well.
 
-    ``noted``: the process that another one blamed, and why.
-
-    It names a stopped process (SIGSTOP) first, then a killed one, then one that another process blamed, then
-    one that failed, then one that did not end. ``located``: the name with its host.
+    ``noted``: the process that another one named. ``located``: the name with its host.
     """
-    failed = sorted(((process.name, process.code) for process in processes if process.code), key=lambda item: item[1] == -signal.SIGTERM)
-    living = [process for process in processes if process.code is None]
-    found = [(process.name, STOPPED) for process in living if process.is_stopped]
-    found += [(name, how_it_ended(code)) for name, code in failed if code < 0 and code != -signal.SIGTERM]
-    found += [] if noted is None else [noted]
-    found += [(name, how_it_ended(code)) for name, code in failed]
-    found += [(process.name, "did not end") for process in living]
-    if not found:
+    suspects = [Suspect(name=process.name, code=process.code, is_stopped=process.is_stopped) for process in processes if process.code != 0]
+    suspects += [] if noted is None else [noted]
+    if not suspects:
         return None
-    name, how = found[0]
-    log = next((process.log for process in processes if process.name == name), "in the log folder of its host")
-    hint = "look for a SIGSTOP or a debugger" if how == STOPPED else f"its output: {log}"
-    return WorkerFailed(how, located(name), hint=hint)
-
-
-def launch_script(
-    nproc: int, script: Sequence[str], *, log_dir: Path, echo: Echo = sys.stdout.buffer.write, strategy: Path | None = None
-) -> bool:
-    """Run ``script`` (a Python file and its arguments) as ``nproc`` trainers.
-
-    Return whether any of them called ``fleet.init``.
-
-    With ``strategy``, a file, its ``DistributedDataParallel`` model trains by that strategy; raises
-    ``ConfigError`` if it has no such model. Worker N's output is in ``log_dir/workerlog.N``; rank 0's is
-    echoed. Ranks find each other through a file. Raises ``WorkerFailed`` with the rank that failed first.
-    """
-    ranks: list[Started] = []
-    with logs_in(log_dir, [f"workerlog.{rank}" for rank in range(nproc)]), temporary_folder() as folder:
-        common = {**os.environ, **_own(QUIET), **meeting_variables(folder), JOINED: str(folder / "joined")}
-        if strategy is not None:
-            check_ordered(strategy)
-            common |= attached_environment(folder, strategy)
-        try:
-            for rank in range(nproc):
-                variables, log = {**common, **torchrun_variables(rank, nproc)}, log_dir / f"workerlog.{rank}"
-                ranks.append(start("trainer", rank, [sys.executable, "-u", *script], variables, log))
-            follow(ranks, echo, _note_end, lambda: any(rank.code for rank in ranks) or all(rank.code == 0 for rank in ranks))
-            error = verdict(ranks, read_note(folder / NOTE))
-        finally:
-            with uninterrupted():
-                end(ranks)
-        if error is not None:
-            raise _shown(error, log_dir, echo)
-        if strategy is not None:
-            refuse_unattached(folder, strategy)
-        return (folder / "joined").exists()
-
-
-def _own(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that the user may and did set."""
-    return {name: value for name, value in variables.items() if name not in _OF_THE_USER or name not in os.environ}
+    found = blamed(suspects)
+    log = next((process.log for process in processes if process.name == found.name), "in the log folder of its host")
+    return WorkerFailed(found.how, located(found.name), hint=f"its output: {log}")
 
 
 @contextmanager

@@ -113,7 +113,6 @@ class ScriptSession(LegSession):
             self._end()
 
     def _start(self) -> None:
-        self._mark = f"{TUNING}={self._folder}"
         if self._known is not None:
             self.experiment = self._known
             return

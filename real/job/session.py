@@ -23,8 +23,8 @@ from real.job.folder import EXPERIMENT
 from real.job.launch import Progress, WorkerLaunch
 from real.job.results import run_of
 from real.leg import Leg
-from real.processes.fork_server import can_fork
 from real.processes.place import leave_folder, make_folder
+from real.processes.roles import TUNING
 from real.processes.started import QUIET, uninterrupted
 from real.servers.hosts import local_endpoints
 from real.servers.leg_servers import LegServers, loads_of
@@ -45,8 +45,6 @@ class LegSession(ABC):
         self._folder = Path()
         self._within: Path | None = None
         """Parent of the session's folder; none: among temporary files."""
-        self._mark: str | None = None
-        """Environment variable that marks the session's processes that are not this process's children."""
         self.startup_s = 0.0
         """Seconds that the next leg may need for another launch, as far as known."""
         self.foreign_cores: float | None = None
@@ -85,7 +83,7 @@ class LegSession(ABC):
 
         Stores the machine's other load in ``foreign_cores``.
         """
-        with watching(self._mark) as load:
+        with watching(f"{TUNING}={self._folder}") as load:  # processes that are not children of this one
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
         return parts
@@ -155,7 +153,7 @@ class Session(LegSession):
             foreign_cores=self.foreign_cores,
         )
         record = None if self._testbed is None else self._testbed.record()
-        return dataclasses.replace(result, testbed=record, peak_bytes=())  # memory, which forks share in part
+        return dataclasses.replace(result, testbed=record, peak_bytes=())  # of all legs of the process so far
 
     def _start(self) -> None:
         if self._at_once:
@@ -173,8 +171,7 @@ class Session(LegSession):
             self._testbed.open()
             self._testbed.verify()
             command, environment = self._testbed.command(command), {**environment, **self._testbed.environment}
-        forks = run.launcher == "local" and run.device != "cuda" and can_fork()
-        self._launch.start(command, environment, forks=forks)
+        self._launch.start(command, environment)
 
     def _parts(self, leg: Leg, progress: Progress | None = None) -> list[dict[str, Any]]:
         """Return every rank's part.

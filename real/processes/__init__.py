@@ -8,6 +8,5 @@ Each is asked by another party, and sees what the others cannot:
 - trainers and servers see whether the other end of a connection answers heartbeats (``real.servers.links``);
 - servers see which trainers have never come, or keep the others waiting (``real.servers.server``).
 
-Drivers and launchers of trainers that meet in collectives name who was killed before who failed, and a rank's
-own error before that of a collective. What launchers say has its order in ``real.job.launcher.verdict``.
+``real.processes.diagnosis.blamed`` has the order in which drivers and launchers name the process that broke a job.
 """

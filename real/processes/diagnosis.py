@@ -1,8 +1,7 @@
-"""Diagnosis: which rank broke a launch.
+"""Diagnosis: which process broke a launch.
 
 A rank that dies makes the others fail a moment later, with messages that name ports; a rank that
-stops makes them run into their timeout. So the first to blame is who was killed, then who raised
-an error of its own, then who fell silent.
+stops makes them run into their timeout. ``blamed`` has the order in which drivers and launchers look.
 
 Errors of a leg of a user's script:
 
@@ -15,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"
 """Part of an error about a process that only SIGKILL ended."""
-NOTE = "failed-rank.json"
-"""File in a launcher's folder."""
 NOTE_PATH = "FLEETBENCH_FAILURE_NOTE"
 """Environment variable with the file in which a launcher finds the first failure that a server or trainer of its host names."""
 
@@ -70,31 +68,77 @@ class Failure:
         return f"rank {self.rank} {self.what}"
 
 
-def read_note(path: Path) -> tuple[str, str] | None:
-    """Return the process that another one has blamed for their launcher, such as ``rank 1``, and why.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A process of a launch that broke."""
 
-    Return None if there is no such file.
+    name: str
+    """Name in errors, such as ``rank 1`` or ``server 0``."""
+    code: int | None = None
+    """Exit code, negative for a signal; none if it lives, or if nobody has seen its end."""
+    is_stopped: bool = False
+    says: str | None = None
+    """Error that it has reported, or that another process has reported about it."""
+    of_peers: bool = False
+    """Whether that error is a broken collective's, which is usually another rank's fault."""
+    step: str = ""
+    """Addition to the description of its end, such as `` at step 3``."""
+    silence: str = "did not end"
+    """Description if it has neither ended nor reported an error."""
+    since: tuple[object, ...] = ()
+    """Place among suspects of the same kind, the smallest first."""
+
+    @property
+    def order(self) -> int:
+        """Place in the order of blame; see ``blamed``."""
+        if self.is_stopped:
+            return 0
+        if self.says is not None:
+            return 6 if self.of_peers else 2
+        if not self.code:
+            return 5
+        return 4 if self.code == -signal.SIGTERM else 1 if self.code < 0 else 3
+
+    @property
+    def how(self) -> str:
+        """Description of what it did."""
+        if self.is_stopped:
+            return STOPPED
+        return self.says or (how_it_ended(self.code) + self.step if self.code else self.silence)
+
+
+def blamed(suspects: Iterable[Suspect]) -> Suspect:
+    """Return the process that broke a launch.
+
+    The first of: a process that is stopped (SIGSTOP), was killed, reported an error of its own, failed without a
+    report, was told to end by SIGTERM, has not ended, reported a broken collective.
     """
+    return min(suspects, key=lambda suspect: (suspect.order, suspect.since))
+
+
+def read_note(path: Path) -> Suspect | None:
+    """Return the process that another one has named for their launcher; none if there is no such file."""
     if not path.exists():
         return None
-    where, what = json.loads(path.read_text(encoding="utf-8"))
-    return where, what
+    name, says = json.loads(path.read_text(encoding="utf-8"))
+    return Suspect(name=name, says=says)
 
 
-def note_failure(error: BaseException | None) -> None:
-    """Name, for this host's launcher, the process because of which this one ends. The first note counts."""
+def note_failure(name: str, says: str) -> None:
+    """Name, for this host's launcher, the process that failed first. The first note counts."""
     path = Path(os.environ.get(NOTE_PATH, ""))
-    if not path.name or path.exists() or not isinstance(error, WorkerFailed) or error.where is None:
-        return
-    own = path.with_name(f"{path.name}.{os.getpid()}")
-    if error.where.startswith(("rank ", "server ")):
-        with suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
-            own.write_text(json.dumps([error.where, error.what]), encoding="utf-8")
-            own.replace(path)
+    if path.name and not path.exists():
+        with suppress(OSError), atomic_write(path) as partial:  # the launcher may be gone, and its folder with it
+            partial.write_text(json.dumps([name, says]), encoding="utf-8")
 
 
 def diagnose(
-    exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int, log: str
+    exit_codes: Mapping[int, int],
+    errors: Mapping[int, RankError],
+    beats: Sequence[Beat],
+    now_ns: int,
+    log: str,
+    stopped: Collection[int] = (),
 ) -> LegFailed | ConfigError:
     """The error that names the rank to blame.
 
@@ -106,6 +150,7 @@ def diagnose(
         beats: last sign of life of every rank.
         now_ns: on the clock of the beats.
         log: where the workers' output is.
+        stopped: ranks that SIGSTOP or a debugger has stopped.
     """
     for error in errors.values():
         if error.config is not None:
@@ -115,11 +160,22 @@ def diagnose(
     for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
-    rank, how = _blame(exit_codes, errors, beats, now_ns)
+    suspects = []
+    for rank, beat in enumerate(beats):
+        suspect = Suspect(name=f"rank {rank}", code=exit_codes.get(rank), is_stopped=rank in stopped, step=f" at step {beat.step}")
+        if (own := errors.get(rank)) is not None:
+            says = f"failed{' in a collective' * own.collective} at step {beat.step}: {own.message}"
+            suspect = replace(suspect, says=says, of_peers=own.collective, since=(own.time_ns,))
+        elif not suspect.code:
+            age_s = (now_ns - beat.time_ns) * 1e-9
+            silence = f"stopped answering at step {beat.step}, {age_s:.1f} s ago" if beat.pid else "never joined"
+            suspect = replace(suspect, silence=silence, since=(beat.pid != 0, beat.leg, beat.step, beat.time_ns))
+        suspects.append(suspect)
+    found = blamed(suspects)
     if not errors and not exit_codes and any(beat.leg >= 0 for beat in beats):  # it trained, and fell silent
         hint += "; where it evaluates or saves for that long: --set run.timeout='900 s'"
     has_own_error = any(not error.collective for error in errors.values())
-    return (LegFailed if has_own_error else LegLost)(how, f"rank {rank}", None, hint)
+    return (LegFailed if has_own_error else LegLost)(found.how, found.name, None, hint)
 
 
 def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log: Path, *, profile: bool) -> None:
@@ -135,30 +191,6 @@ def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log:
         what = f"not a number: {found[rank]['what']} at step {num_before + found[rank]['step']}{alone}"
         hint = f"give the script a lower learning rate, or a checkpoint to begin from; the workers' output: {log}"
         raise LegFailed(what, f"rank {rank}", None, hint)
-
-
-def _blame(exit_codes: Mapping[int, int], errors: Mapping[int, RankError], beats: Sequence[Beat], now_ns: int) -> tuple[int, str]:
-    own = {rank: error for rank, error in errors.items() if not error.collective}
-    told = -signal.SIGTERM if own else 0  # the others are ended by it
-    unexplained = {rank: code for rank, code in exit_codes.items() if rank not in errors and code not in (0, told)}
-    silent = [rank for rank in range(len(beats)) if rank not in errors and exit_codes.get(rank, 0) == 0]
-    if any(code < 0 for code in unexplained.values()) or (unexplained and not own):
-        rank = first_to_blame(unexplained)
-        return rank, f"{how_it_ended(unexplained[rank])} at step {beats[rank].step}"
-    if own:
-        rank = min(own, key=lambda rank: own[rank].time_ns)
-        return rank, f"failed at step {beats[rank].step}: {own[rank].message}"
-    if silent:
-        rank = min(silent, key=lambda rank: (beats[rank].pid != 0, beats[rank].leg, beats[rank].step, beats[rank].time_ns))
-        age = (now_ns - beats[rank].time_ns) * 1e-9
-        return rank, "never joined" if beats[rank].pid == 0 else f"stopped answering at step {beats[rank].step}, {age:.1f} s ago"
-    rank = min(errors, key=lambda rank: errors[rank].time_ns)
-    return rank, f"failed in a collective at step {beats[rank].step}: {errors[rank].message}"
-
-
-def first_to_blame(exit_codes: Mapping[int, int]) -> int:
-    """Return the rank that ended by itself: killed, else failed, else ended by the launcher's signal."""
-    return min(exit_codes, key=lambda rank: (exit_codes[rank] == -signal.SIGTERM, exit_codes[rank] >= 0, rank))
 
 
 def how_it_ended(code: int) -> str:

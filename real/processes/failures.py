@@ -20,15 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from fleetbench.digests import atomic_write
 from fleetbench.errors import ConfigError, WorkerFailed
 from real.older_torch import second_connection
-from real.processes.diagnosis import Failure, RankError
+from real.processes.diagnosis import Failure, RankError, note_failure
 from real.processes.exits import end_now, on_uncaught
 
 if TYPE_CHECKING:
@@ -94,20 +92,19 @@ class Failures:
 
     See the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
 
-    ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at. ``note``: a
-    file that receives the first failure, for the launcher of this host.
+    ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at.
     """
 
     grace_s = GRACE_S
 
-    def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int], note: Path | None = None) -> None:
+    def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int]) -> None:
         self.failure: Failure | None = None
         """First failure that this rank knows; a rank's own error takes precedence over a broken
         collective."""
         self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
         self._store = second_connection(store, rank)
         self._rank, self._trainers = rank, trainers
-        self._step, self._note = step, note
+        self._step = step
         self._num_read = 0
         self._entry_of_broken: int | None = None
         self._own_entry: int | None = None
@@ -215,10 +212,8 @@ class Failures:
                     self._entry_of_broken = self._num_read
                 if self.failure is None or (failure.own and not self.failure.own):
                     self.failure = failure
-                    if self._note is not None and failure.own:  # this host's launcher would otherwise blame whoever ended first
-                        with suppress(OSError), atomic_write(self._note) as partial:
-                            named = [f"rank {failure.rank}", failure.what.partition("\n")[0]]
-                            partial.write_text(json.dumps(named), encoding="utf-8")
+                    if failure.own:  # this host's launcher would otherwise blame whoever ended first
+                        note_failure(f"rank {failure.rank}", failure.what.partition("\n")[0])
 
     def _append(self, what: str = "", *, own: bool = False) -> int:
         """Write the next entry of the log, a failure or a roll call, and return its number."""

@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks
-from real.processes.fork_server import Forked, fork_server
 from real.processes.place import process_state
 from real.processes.roles import STORE
 
@@ -36,20 +35,31 @@ _END_S = 3.0
 SIGKILL."""
 
 
+Kind = Literal["server", "trainer"]
+
+
 @dataclass(slots=True)
 class Started:
-    """One process of the job; ``code`` is none until its end has been seen."""
+    """One process of the job."""
 
-    kind: Literal["server", "trainer"]
+    kind: Kind
     rank: int
     log: Path
-    popen: subprocess.Popen[bytes] | Forked
+    popen: subprocess.Popen[bytes]
     code: int | None = None
+    """Exit code, negative for a signal; none until ``look`` has seen its end."""
+    ended_s: float = 0.0
+    """Time of that look."""
 
     @property
     def name(self) -> str:
         """Name in errors."""
         return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
+
+    def look(self) -> None:
+        """Look whether it has ended."""
+        if self.code is None and (code := self.popen.poll()) is not None:
+            self.code, self.ended_s = code, time.monotonic()
 
     @property
     def is_stopped(self) -> bool:
@@ -57,23 +67,9 @@ class Started:
         return self.code is None and process_state(self.popen.pid) == "T"
 
 
-def start(
-    kind: Literal["server", "trainer"],
-    rank: int,
-    command: list[str],
-    environment: Mapping[str, str],
-    log: Path,
-    *,
-    own: Mapping[str, str] | None = None,
-    forks: bool = False,
-) -> Started:
-    """Start one, with its output in ``log``; variables of its ``own`` go before the others.
-
-    ``forks``: by this process's fork server, which a ``command`` with ``-m MODULE`` needs.
-    """
-    if forks:
-        return Started(kind, rank, log, fork_server(environment).fork(command[command.index("-m") :], log, own))
-    return Started(kind, rank, log, start_process(command, log, {**environment, **(own or {})}))
+def start(kind: Kind, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> Started:
+    """Start one, with its output in ``log``."""
+    return Started(kind, rank, log, start_process(command, log, environment))
 
 
 def start_process(
@@ -95,6 +91,29 @@ def start_process(
             start_new_session=True,
             env=environment,
         )
+
+
+@contextlib.contextmanager
+def users_launcher(command: Sequence[str], grace_s: float, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a user's command, such as torchrun, with ``options`` of ``Popen``; it ends with the ``with``.
+
+    If interrupted, the command has ``grace_s`` seconds to end. Raises ``EnvironmentLacks`` if there is no such program.
+    """
+    try:
+        process = subprocess.Popen(bound(command, gently=True), **options)
+    except OSError as error:
+        what, hint = f"cannot be started: {error.strerror}", "what follows -- is a program with its arguments"
+        raise EnvironmentLacks(what, "the command", command[0], hint) from None
+    try:
+        yield process
+    except KeyboardInterrupt:
+        with uninterrupted(), contextlib.suppress(subprocess.TimeoutExpired):
+            process.send_signal(signal.SIGTERM)  # a terminal has only sent SIGINT
+            process.wait(grace_s)
+        raise
+    finally:
+        process.kill()
+        process.wait()
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:

@@ -17,7 +17,6 @@ from fleetbench.digests import write_whole
 from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
-from real.processes.fork_server import can_fork
 from real.processes.started import Started, end, start
 from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions
@@ -58,9 +57,8 @@ class LegServers:
         for server in range(len(self.endpoints)):
             log = self._log_dir / f"serverlog.{server}"
             command = [sys.executable, "-P", "-m", "real.servers.leg_servers", str(self._folder), str(server)]
-            forks = self._enter is None and can_fork()  # of what has imported torch
             command = command if self._enter is None else list(self._enter(server, command))
-            self._processes.append(start("server", server, command, self._environment, log, forks=forks))
+            self._processes.append(start("server", server, command, self._environment, log))
 
     def check(self) -> None:
         """Raise ``WorkerFailed`` naming a server that has not ended well."""

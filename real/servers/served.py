@@ -192,7 +192,8 @@ class Served:
         if failure is None and not self.is_server and (training is None or not training.has_ended):
             failure = WorkerFailed("ends without fleet.stop_worker(), and the job with it", f"rank {self.role.rank}")
             print(failure, file=sys.stderr)  # noqa: T201  # the worker's log
-        note_failure(failure)
+        if isinstance(failure, WorkerFailed) and failure.where is not None:
+            note_failure(failure.where, failure.what)
         if training is not None:
             training.close()
 

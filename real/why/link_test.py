@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from fleetbench.children import bound
 from fleetbench.config import Config, decode, encode
-from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, WorkerFailed
+from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
 from fleetbench.why.gpus import gpus_of_host
 from fleetbench.why.interfaces import this_host
 from fleetbench.why.links import Links, Remark, remarks_of_links
@@ -28,7 +25,7 @@ from real.processes.diagnosis import how_it_ended
 from real.processes.joining import GLOO, join, own_name_is_loopback
 from real.processes.place import temporary_folder
 from real.processes.roles import role_of
-from real.processes.started import uninterrupted
+from real.processes.started import users_launcher
 
 MODULE = "real.why.link_test"
 _RESULT = "fleetbench-links "
@@ -82,30 +79,12 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
     None if rank 0 is on a node with its own launcher. Raises ``EnvironmentLacks`` for a program that cannot
     be started, ``WorkerFailed`` if it fails.
     """
-    try:
-        process = subprocess.Popen(
-            bound(with_module(command), gently=True),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        what, hint = f"cannot be started: {error.strerror}", "what follows -- is a launcher with its options"
-        raise EnvironmentLacks(what, "the command", command[0], hint) from None
-    try:
+    pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "errors": "replace"}
+    with users_launcher(with_module(command), _GRACE_S, **pipe) as process:
         assert process.stdout is not None
         with process.stdout:
             found = [_result(line.rstrip("\n"), heard) for line in process.stdout]
         code = process.wait()
-    except KeyboardInterrupt:
-        with uninterrupted(), suppress(subprocess.TimeoutExpired):
-            process.send_signal(signal.SIGTERM)
-            process.wait(_GRACE_S)
-        raise
-    finally:
-        process.kill()
-        process.wait()
     if code:
         hint = f"its output says why; ranks that do not meet may need {GLOO}"
         raise WorkerFailed(how_it_ended(code), "the command", hint=hint)

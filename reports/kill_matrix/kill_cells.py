@@ -35,6 +35,8 @@ STOPPED_DRIVER_S = 3.0
 
 SCRIPT = Path(__file__).with_name("kill_script.py")
 TUNED = Path(__file__).with_name("kill_tuned.toml")
+WORKER = "real.workloads.train"
+"""Module of an experiment's ranks."""
 FLEETBENCH = [sys.executable, "-m", "fleetbench"]
 TIMEOUTS = ["--set", f"run.timeout={TIMEOUT_S:g} s", "--set", f"run.startup_timeout={STARTUP_S:g} s"]
 EVEN = ["--set", "cluster.stragglers=[]"]  # which need no layer times
@@ -42,12 +44,12 @@ SHORT = ["--set", "tune.pairs=2", "--set", "tune.trials=8", "--set", "tune.final
 SIGNALS = ("KILL", "STOP", "TERM", "INT")
 
 # Processes of a command: victims, and at which moments they are struck.
-_COLLECTIVE, _SCRIPT, _WHEN = ("worker", "agent", "driver"), ("worker", "driver"), ("start", "middle", "end")
+_SCRIPT, _WHEN = ("worker", "driver"), ("start", "middle", "end")
 MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "real": (_COLLECTIVE, _WHEN),
+    "real": (_SCRIPT, _WHEN),
     "launch": (_SCRIPT, ("start", "middle", "save", "end")),
     "launch --servers": (("worker", "server", "driver"), ("start", "middle", "save", "end")),
-    "tune": (_COLLECTIVE, ("start", "middle")),
+    "tune": (_SCRIPT, ("start", "middle")),
     "tune -- SCRIPT": (_SCRIPT, ("start", "middle")),
     "profile -- SCRIPT": (_SCRIPT, ("start", "middle")),
 }
@@ -122,10 +124,10 @@ def expected(cell: Cell) -> Expected:
         return Expected((130,) if cell.signal in ("TERM", "INT") else (-signal.SIGKILL,))
     at_end = (0,) if cell.moment == "end" else ()
     if cell.command.startswith(("tune", "profile")):  # a broken launch of a script is replaced once, and noted
-        return Expected((4, 0), "rank 1" if cell.victim == "worker" else r"rank \d|the launcher of its workers|the command")
+        return Expected((4, 0), "rank 1")
     if cell.victim == "server":
         return Expected((4, *at_end), "server 0")
-    return Expected((4, *at_end), "rank 1" if cell.victim == "worker" else "the launcher of its workers")
+    return Expected((4, *at_end), "rank 1")
 
 
 def limit_s(cell: Cell) -> float:
@@ -348,30 +350,16 @@ def _folder_says(cell: Cell, driver: int, temporary: Path) -> bool:
 
 
 def _victims() -> dict[str, Callable[[int], int | None]]:
-    return {"driver": lambda driver: driver, "agent": _agent, "worker": _worker, "server": _server}
-
-
-def _agent(driver: int) -> int | None:
-    """The fork server."""
-    fork = _fork(driver)
-    return None if fork is None else fork.ppid()
-
-
-def _fork(driver: int) -> psutil.Process | None:
-    """Rank 1 as a fork, which has no command line of its own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return next((child for child in psutil.Process(driver).children(recursive=True) if child.name() == "rank 1"), None)
-    return None
+    return {"driver": lambda driver: driver, "worker": _worker, "server": _server}
 
 
 def _worker(driver: int) -> int | None:
     """Rank 1, as soon as it is the program that trains."""
     for pid, command, environment in _tree(driver):
-        is_program = SCRIPT.name in command and "children.py" not in command
+        is_program = (SCRIPT.name in command or WORKER in command) and "children.py" not in command
         if is_program and "1" in (environment.get("RANK"), environment.get("PADDLE_TRAINER_ID")):
             return pid
-    fork = _fork(driver)
-    return None if fork is None else fork.pid
+    return None
 
 
 def _server(driver: int) -> int | None:

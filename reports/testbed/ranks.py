@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from fleetbench.children import bound
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.processes.diagnosis import first_to_blame, how_it_ended
+from real.processes.diagnosis import how_it_ended
 from real.processes.started import QUIET
 from real.testbed import link_shaping
 from real.testbed.testbed import Testbed
@@ -163,7 +163,7 @@ class Processes:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
         ended = {rank: child.process.returncode for rank, child in enumerate(self.running)}
         codes = {rank: code for rank, code in ended.items() if code is not None}
-        rank = first_to_blame(codes) if codes else closed
+        rank = min(codes, key=lambda rank: (codes[rank] >= 0, rank)) if codes else closed
         how = how_it_ended(codes[rank]) if codes else "answers no more"
         return WorkerFailed(how, f"rank {rank} on {self.hosts[rank]}", None, self._last_words())
 

@@ -24,7 +24,8 @@ from torch import nn
 from fleetbench import DistributedStrategy
 from fleetbench.errors import ConfigError
 from real.fleet import Fleet
-from real.processes.roles import JOINED, STORE
+from real.processes.diagnosis import NOTE_PATH
+from real.processes.roles import STORE
 
 TIMEOUT_S = 120.0
 """Of a collective where no case says another: nobody is to wait for it."""
@@ -216,7 +217,7 @@ def run(cases: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, STORE: folder / case / "store"}
-                os.environ.update({name: str(value) for name, value in values.items()} | {JOINED: str(folder / case / "joined")})
+                os.environ.update({name: str(value) for name, value in values.items()} | {NOTE_PATH: str(folder / case / "note")})
                 globals()[case](folder / case)
                 sys.exit()
             places[pid] = (case, rank)

@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import real.job.session
+from fork_server import Forked, become
+
 import real.processes.started
 from fleetbench.children import end_with_parent
 from fleetbench.cli.main import main
-from real.processes.fork_server import Forked, _become
 
 
 def fork(command: Sequence[str], log: Path, environment: Mapping[str, str], **_: object) -> Forked:
@@ -29,12 +29,11 @@ def fork(command: Sequence[str], log: Path, environment: Mapping[str, str], **_:
             os.dup2(output, stream)
         os.environ.clear()
         os.environ.update(environment)
-        _become([word for word in command[1:] if word not in ("-u", "-P")])
+        become([word for word in command[1:] if word not in ("-u", "-P")])
     os.close(output)
     return Forked(pid)
 
 
 tempfile.tempdir = None  # what was imported may have asked for it, under other variables
 real.processes.started.start_process = fork
-real.job.session.can_fork = lambda: False  # by a server that would import torch
 sys.exit(main(sys.argv[1:]))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fork_server import Forked, ForkServer, fork_server, shared
 
-from real.processes.fork_server import Forked, ForkServer, fork_server, shared
 from real.processes.started import QUIET
 
 WITH_VARIABLES = Path(__file__).with_name("with_variables.py")

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fork_server import Forked
 from processes import server_of_tests
 from random_cases import RANKS, Case
-
-from real.processes.fork_server import Forked
 
 RANK = Path(__file__).with_name("random_rank.py")
 

@@ -20,7 +20,7 @@ from fleetbench.errors import WorkerFailed
 from real.job.folder import Beat
 from real.job.launcher import launch_script
 from real.processes import failures
-from real.processes.diagnosis import NOTE, Failure, RankError, diagnose, read_note
+from real.processes.diagnosis import NOTE_PATH, Failure, RankError, Suspect, diagnose, read_note
 from real.processes.failures import CollectiveFailed, Failures, is_of_peers, leave_without_success
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
@@ -41,7 +41,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     assert done.code == 0, done.out
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "ended.json").read_text(encoding="utf-8"))
     for case in CASES:
-        found[case][0]["note"] = read_note(folder / case / NOTE)
+        found[case][0]["note"] = read_note(folder / case / "note")
     return found
 
 
@@ -68,10 +68,10 @@ def test_a_failure_reaches_the_other_rank(ended: dict[str, list[dict[str, Any]]]
     found = ended[case]
     lives_on = case not in ("exited", "far_apart")
     assert all(rank["code"] > 0 and rank["after_s"] < SOON_S for rank in (found[:1] if lives_on else found))
-    assert f"rank 0 ends, because rank 1 {says}" in found[0]["text"]
+    assert f"because rank 1 {says}" in found[0]["text"]
     note = found[0]["note"]
-    assert note[0] == "rank 1"
-    assert note[1].startswith(says)
+    assert note.name == "rank 1"
+    assert note.says.startswith(says)
 
 
 def test_ranks_that_leave_together_keep_their_exit_code(ended: dict[str, list[dict[str, Any]]]) -> None:
@@ -139,9 +139,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Fail
     monkeypatch.setattr(failures, "leave_without_success", lambda: None)
     monkeypatch.setattr(Failures, "grace_s", 0.1)
     store = dist.HashStore()  # type: ignore[attr-defined]  # missing from __all__ only
-    made = [Failures(store, rank, 3, step=lambda: 7, note=tmp_path / str(rank) / NOTE) for rank in range(3)]
-    for rank in range(3):
-        (tmp_path / str(rank)).mkdir()
+    monkeypatch.setenv(NOTE_PATH, str(tmp_path / "note"))
+    made = [Failures(store, rank, 3, step=lambda: 7) for rank in range(3)]
     yield made
     for one in made:
         one.end()
@@ -155,7 +154,7 @@ def _until(happens: Any) -> None:
 
 
 def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second rank to fail did so for the first one's sake; each notes it for its host, says so, and leaves after its grace."""
+    """The second rank to fail did so for the first one's sake; each says so, and leaves after its grace; their launcher reads it."""
     for one in ranks:
         one.start()
     ranks[1].announce(ValueError("odd"))
@@ -163,7 +162,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
     _until(lambda: not any(one._thread.is_alive() for one in (ranks[0], ranks[2])))
     expected = Failure(rank=1, what="failed at step 7: ValueError: odd", own=True)
     assert [one.failure for one in ranks] == [expected] * 3
-    assert [read_note(tmp_path / str(rank) / NOTE) for rank in range(3)] == [("rank 1", expected.what)] * 3
+    assert read_note(tmp_path / "note") == Suspect(name="rank 1", says=expected.what)
     assert "rank 2 ends, because rank 1 failed at step 7: ValueError: odd" in capsys.readouterr().err
 
 

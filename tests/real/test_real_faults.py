@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from faults import Fault
+from fork_server import shared
 from processes import server_of_tests
 
 from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
@@ -28,7 +29,6 @@ from real.job.launcher import launch_script
 from real.job.session import Session
 from real.leg import Leg
 from real.processes.diagnosis import RankError, diagnose
-from real.processes.fork_server import shared
 from real.processes.place import sweep
 
 LEG = Leg(steps=100_000, warmup_steps=0)
@@ -222,7 +222,7 @@ def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
-    """The fork server takes seconds to import torch; a driver that dies in the meantime must not leave it after."""
+    """Ranks take seconds to import torch; a driver that dies in the meantime must not leave them after."""
     script = tmp_path / "driver.py"
     script.write_text(
         "from real.job.session import Session\nfrom fleetbench.experiment import Experiment\n"

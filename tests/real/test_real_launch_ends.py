@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fork_server import Forked
 from processes import fork_command
 
 from fleetbench.errors import EnvironmentLacks
 from real.job.launcher import logs_in
-from real.processes.fork_server import Forked
 
 BEGIN = """
 import os, pathlib, signal, sys, time

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.job.launcher import QUIET, _own
+from real.job.launcher import QUIET, quiet
 from real.processes import joining
 from real.processes.joining import _address, interface_towards, is_loopback, own_among
 from real.processes.roles import Role
@@ -79,10 +79,10 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch on one machine sets threads and messages only where nobody has; where gloo listens is not the user's to say."""
     for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
-    assert _own(QUIET) == QUIET
+    assert quiet() == QUIET
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert _own(QUIET) == {name: value for name, value in QUIET.items() if name != "OMP_NUM_THREADS"}
+    assert quiet() == {name: value for name, value in QUIET.items() if name != "OMP_NUM_THREADS"}
 
 
 def test_the_way_to_rank_0_counts_on_several_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

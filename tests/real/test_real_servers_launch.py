@@ -151,7 +151,7 @@ def test_a_server_may_take_long_to_write_its_last_checkpoint(tmp_path: Path, mon
     """By the launcher's clock it takes a minute after the last trainer's end; the launcher waits for it, and all is well."""
     clock = Clock()
     monkeypatch.setattr("real.job.launcher.time", clock)
-    monkeypatch.setattr("real.job.served_launcher.time", clock)
+    monkeypatch.setattr("real.processes.started.time", clock)
     begun = time.monotonic()
 
     def sleep(seconds: float) -> None:
@@ -223,7 +223,7 @@ STOPS = "import signal\nif is_server:\n    os.kill(os.getpid(), signal.SIGSTOP)\
 @pytest.mark.timeout(30)
 def test_a_server_that_serves_nobody_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives, and its trainers have ended: after five minutes, which are less here, the launch ends with its name."""
-    monkeypatch.setattr("real.job.served_launcher._SERVER_GRACE_S", 0.5)
+    monkeypatch.setattr("real.job.launcher.SERVER_GRACE_S", 0.5)
     with pytest.raises(WorkerFailed, match="server 0: did not end"):
         run_text(tmp_path, "if is_server:\n    time.sleep(60)\n", 1, 1)
 
@@ -255,10 +255,9 @@ def launch_here(tmp_path: Path, placement: Placement, text: str, monkeypatch: py
 def test_a_trainer_names_the_server_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ended it stands in its note."""
     text = """
-from fleetbench.errors import WorkerFailed
 from real.processes.diagnosis import note_failure
-note_failure(WorkerFailed("its connection has broken", "server 0"))
-note_failure(WorkerFailed("later", "server 1"))
+note_failure("server 0", "its connection has broken")
+note_failure("server 1", "later")
 sys.exit(1)
 """
     with pytest.raises(WorkerFailed, match=r"server 0 on 10\.0\.0\.9: its connection has broken"):

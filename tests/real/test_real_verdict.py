@@ -12,7 +12,7 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.job.launcher import verdict
-from real.processes.diagnosis import how_it_ended
+from real.processes.diagnosis import Suspect, how_it_ended
 from real.processes.started import Started
 from real.servers.hosts import Placement
 
@@ -45,7 +45,7 @@ def trainers(*codes: int | None) -> list[Started]:
     return [process("trainer", rank, code) for rank, code in enumerate(codes)]
 
 
-def failure(processes: Sequence[Started], placement: Placement = SPREAD, noted: tuple[str, str] | None = None) -> WorkerFailed | None:
+def failure(processes: Sequence[Started], placement: Placement = SPREAD, noted: Suspect | None = None) -> WorkerFailed | None:
     """What a launcher says that has these processes, one of which has left this note."""
     return verdict(processes, noted, placement.located)
 
@@ -67,17 +67,17 @@ def test_a_job_that_ended_well_is_not_spoken_of() -> None:
 CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
     "whom a process names, elsewhere": (
         [*servers(1), *trainers(None, 1)],
-        {"noted": ("rank 3", "this trainer has fallen silent")},
+        {"noted": Suspect(name="rank 3", says="this trainer has fallen silent")},
         "rank 3 on b: this trainer has fallen silent",
     ),
     "who was killed here, before whom a process names": (
         [*servers(-9), *trainers(1, None)],
-        {"noted": ("server 0", "its connection has broken")},
+        {"noted": Suspect(name="server 0", says="its connection has broken")},
         "server 0 on a: was killed by SIGKILL",
     ),
     "a trainer that ended well here, but too early": (
         trainers(0, 0),
-        {"noted": ("rank 0", "ends without fleet.stop_worker(), and the job with it")},
+        {"noted": Suspect(name="rank 0", says="ends without fleet.stop_worker(), and the job with it")},
         "rank 0 on a: ends without fleet.stop_worker()",
     ),
     "who was killed, before who was told to end": (

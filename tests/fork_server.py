@@ -1,9 +1,7 @@
-"""Fork server: one Python process that has imported the modules that ranks need, and forks ranks.
+"""Fork server of the tests: one Python process that has imported the modules that ranks need, and forks ranks.
 
-Importing torch takes every rank seconds of a core, and takes a machine that starts many launches in turn
-most of its time. A fork has everything at once. The server only forks programs of this project, on CPUs
-under Linux: a user's script may set variables before it imports torch, and a process that has used a GPU
-must not fork.
+Importing torch takes every rank seconds of a core, and would take the tests most of their time. A fork has
+everything at once.
 
 A server ends with the process that uses it. It reads JSON messages from its standard input, each with the
 file for the fork's output. A fork becomes a child of the using process, ends with it, and answers with its
@@ -14,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -27,17 +26,22 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fleetbench.children import adopt, bound, end_with_parent, name_process
+from fleetbench.children import bound, end_with_parent
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from real.processes.exits import at_exit, end_now
+from real.processes.roles import STORE, TUNING
+from real.processes.started import torchrun_variables
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "real.fleet", "real.emulated.emulated_training")
 """Modules that an experiment's ranks import; torch's optimizers import its compiler."""
+_OF_A_RANK = {*torchrun_variables(0, 1), "MASTER_ADDR", "MASTER_PORT", STORE, TUNING}
+"""Variables that a launch gives to its ranks alone."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # changes with every test, and says nothing to a rank
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 _POLL_S = 0.01
 _ADOPTING = threading.Lock()
 _PATIENCE_S = 120.0
@@ -89,7 +93,7 @@ class ForkServer:
         self._socket.settimeout(_PATIENCE_S)
         with other:
             self._process = subprocess.Popen(
-                bound([sys.executable, "-P", "-m", "real.processes.fork_server", *IMPORTED]),
+                bound([sys.executable, "-P", __file__, *IMPORTED]),
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=dict(environment),
@@ -120,14 +124,14 @@ class ForkServer:
         wanted = {"arguments": list(arguments), "folder": str(Path.cwd()), "variables": dict(variables or {})}
         pid = b""
         with _ADOPTING, output:
-            adopt(on=True)
+            _control(_PR_SET_CHILD_SUBREAPER, 1)
             try:
                 socket.send_fds(self._socket, [json.dumps(wanted).encode()], [output.fileno()])
                 pid = self._socket.recv(_NUMBER)
             except OSError:  # it has ended, or does not answer
                 pass
             finally:
-                adopt(on=False)
+                _control(_PR_SET_CHILD_SUBREAPER, 0)
                 if not pid:
                     self.close()  # the next fork server is another one
         if pid:
@@ -145,11 +149,6 @@ shared: list[ForkServer] = []
 """This process's server, if it has one, shared by independent launches."""
 
 
-def can_fork() -> bool:
-    """Whether this system can hand a fork over to the process that requested it."""
-    return sys.platform == "linux"
-
-
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
     """Return this process's server.
 
@@ -161,6 +160,23 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
         shared.append(ForkServer(environment))
         at_exit(shared[0].close)
     return shared[0]
+
+
+def forking_workers(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``start_process`` that forks programs of this project (``python -P -m MODULE``), which need not import torch."""
+
+    def fork(command: Sequence[str], log: Path, environment: Mapping[str, str], **options: Any) -> Any:
+        if list(command[:3]) != [sys.executable, "-P", "-m"]:
+            return start(command, log, environment, **options)
+        own = {name: environment[name] for name in _OF_A_RANK & environment.keys()}
+        base = {name: value for name, value in environment.items() if name not in own}
+        return fork_server(base).fork(command[2:], log, own)
+
+    return fork
+
+
+def _control(option: int, argument: int | bytes) -> None:
+    ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
 def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
@@ -175,7 +191,7 @@ def _serve(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
-    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # no list of them is public
+    for imported in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no list of them is public
         imported.atexit = False  # torch takes its operators apart one by one, for longer than a fork takes to start
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it at once, as SIGTERM does
     user, asked = os.getppid(), socket.socket(fileno=0)
@@ -208,11 +224,11 @@ def _fork(wanted: Mapping[str, Any], output: int, asked: socket.socket, user: in
     os.chdir(wanted["folder"])
     os.environ.update(wanted["variables"])
     if "RANK" in wanted["variables"]:
-        name_process(f"rank {wanted['variables']['RANK']}")
-    _become(wanted["arguments"])
+        _control(_PR_SET_NAME, f"rank {wanted['variables']['RANK']}".encode())
+    become(wanted["arguments"])
 
 
-def _become(arguments: Sequence[str]) -> NoReturn:
+def become(arguments: Sequence[str]) -> NoReturn:
     """Continue as ``python ARGUMENTS``, in a process that was forked for it."""
     code = 1
     try:
@@ -233,7 +249,7 @@ def _become(arguments: Sequence[str]) -> NoReturn:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        atexit._run_exitfuncs()  # noqa: SLF001  # as the interpreter does, which ``end_now`` leaves out
+        atexit._run_exitfuncs()  # as the interpreter does, which ``end_now`` leaves out
         end_now(code)
 
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server as module
 import pytest
+from fork_server import ForkServer, fork_server
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
-from real.processes import fork_server as module
-from real.processes.fork_server import ForkServer, fork_server
 from real.processes.place import process_state
 
 TELL = """\
@@ -132,7 +132,9 @@ def test_forks_and_their_server_end_with_the_process_that_uses_them(tmp_path: Pa
     user = f"""\
 import os, signal
 from pathlib import Path
-from real.processes import fork_server as module
+import sys
+sys.path.insert(0, {str(Path(module.__file__).parent)!r})
+import fork_server as module
 module.IMPORTED = ()
 server = module.fork_server(os.environ)
 print(server.pid, server.fork([{sleeps!r}], Path({str(tmp_path / "log")!r})).pid, flush=True)
