@@ -78,12 +78,12 @@ class Network:
             _call("setns", self._home, _NEW_NET)
 
     def apply(self, steps: Sequence[Step]) -> list[dict[str, str]]:
-        """Run steps in their order, and return the optional lines that were refused.
+        """Run steps in their order, and return what is missing because optional lines were refused, and why.
 
         Raises ``EnvironmentLacks`` if any other line is refused.
         """
         paths = {name: self.path(name) for name in self._files}
-        refused = []
+        refused: list[dict[str, str]] = []
         for step in steps:
             lines = [line.format_map(paths) if step.tool == "ip" else line for line in step.lines]
             for batch in [[line] for line in lines] if step.optional else [lines]:
@@ -91,8 +91,8 @@ class Network:
                     why = _sysctl(batch) if step.tool == "sysctl" else _batch(step.tool, batch)
                 if why and not step.optional:
                     raise lacking(f"{step.namespace}: {'; '.join(batch)}: {why}")
-                if why:
-                    refused.append({"namespace": step.namespace, "what": step.optional, "why": why})
+                if why and (entry := {"what": step.optional, "why": why}) not in refused:
+                    refused.append(entry)
         return refused
 
     def congestion_control(self) -> str:

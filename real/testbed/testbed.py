@@ -73,13 +73,12 @@ class Testbed:
         """Build everything."""
         self._network = Network([*self.topology.switches, *self.topology.hosts])
         try:
-            entries = self.apply([*link_shaping.steer(self.topology, os.cpu_count() or 1), *link_shaping.build(self.topology)])
+            self._refused = self.apply([*link_shaping.steer(self.topology, os.cpu_count() or 1), *link_shaping.build(self.topology)])
             if delays := self.topology.delays():
-                entries += self._delay(delays)
+                self._refused += self._delay(delays)
         except BaseException:
             self.close()
             raise
-        self._refused = _gathered(entries)
 
     def close(self) -> None:
         """Remove everything."""
@@ -97,12 +96,12 @@ class Testbed:
             self._relay = latency_relay.start(self._built.inside, INTERFACE, delays)
         except OSError as error:
             self._delays = False
-            return [{"namespace": "host0", "what": "latency (/dev/net/tun)", "why": error.strerror or str(error)}]
+            return [{"what": "latency (/dev/net/tun)", "why": error.strerror or str(error)}]
         self.apply(link_shaping.delay(self.topology, latency_relay.DEVICE))
         try:
             os.sched_setscheduler(self._relay.pid, os.SCHED_RR, os.sched_param(1))
         except PermissionError as error:
-            return [{"namespace": "host0", "what": "packets in time (a real-time priority for the relay)", "why": str(error)}]
+            return [{"what": "packets in time (a real-time priority for the relay)", "why": str(error)}]
         return []
 
     @property
@@ -226,14 +225,6 @@ class Testbed:
             **(self.summary() or {}),
             "blocks": [] if self._trial is None else [asdict(block) for block in self._trial.blocks],
         }
-
-
-def _gathered(refused: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return one entry per reason, with all namespaces that it applies to."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for entry in refused:
-        found.setdefault((entry["what"], entry["why"]), []).append(entry["namespace"])
-    return [{"what": what, "why": why, "namespaces": " ".join(dict.fromkeys(names))} for (what, why), names in found.items()]
 
 
 def testbed_of(experiment: Experiment) -> Testbed | None:
