@@ -188,6 +188,7 @@ def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _serve(modules: Sequence[str]) -> None:
     """Fork on requests from the socket, which is the standard input, until its other end is closed."""
+    sys.path.append(str(Path(__file__).parent))  # for scripts of the tests that fork further
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a fork's garbage collection leaves what was imported alone, and its pages shared
