@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fleetbench import units
 from fleetbench.config import Config, decode, field_types
@@ -184,6 +185,11 @@ class Trial(Config):
     parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     simulated_s: float
     """Simulated seconds per step."""
+
+    @classmethod
+    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out what tunings of earlier versions stored besides: a number, and whether it was simulated before."""
+        return {name: value for name, value in data.items() if name not in ("number", "repeated")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def _emit_times(links: Links) -> None:
 def _emit_facts(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table of texts, which stays within 80 columns because its last column wraps."""
     table = new_table(title, *columns, left=columns[-1:])
-    table.columns[-1].max_width = 28
+    table.columns[-1].max_width = 24
     for row in rows:
         table.add_row(*row)
     emit_table(table)

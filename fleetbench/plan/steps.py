@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import BackwardEnd, BucketReady, Event, StepBegin
+from fleetbench.plan.exchange import is_plain
 from fleetbench.plan.operations import Operation, Operations, Payload
 
 SCALAR_NBYTES = 4
@@ -370,3 +371,15 @@ def _unused(what: Combination, build: _Builder) -> Operations:
     if not what.finds_unused or what.is_local:
         return ()
     return build.small("unused", sum(len(bucket.gradients) for bucket in build.plan.buckets), build.leaves)
+
+
+def exchanges_plainly(plan: Plan, what: Combination) -> bool:
+    """Whether every bucket is exchanged in the backward by one all-reduce over all ranks, in the gradients' own type.
+
+    It waits for nothing but its turn on its communicator, and nothing else depends on when a bucket is ready.
+    """
+    if what.is_local or what.merges or what.updates_by_bucket or what.is_sequential or what.finds_unused:
+        return False
+    chains = [(plan.of_bucket.get(bucket.id, ()), bucket) for bucket in plan.buckets]
+    is_free = len({one.communicator for one in plan.exchange}) == 1 or not any(one.after for one in plan.exchange)
+    return is_free and all(is_plain(chain, own.dtype) and chain[0].group == "world" and not own.sparse for chain, own in chains)

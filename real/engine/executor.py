@@ -16,11 +16,9 @@ import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.build import Plan
-from fleetbench.plan.combination import Combination
 from fleetbench.plan.drive import Decided, Requests, Wanted
-from fleetbench.plan.exchange import is_plain
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
+from fleetbench.plan.steps import exchanges_plainly
 from fleetbench.plan.training import CollectiveTraining
 from real.communication.communicators import Communicators
 from real.communication.lanes import Flight, InlineLane, Joined, Started, Ticket, host_reads
@@ -118,7 +116,7 @@ class Executor:
             delta.restore(carried.velocity, carried.landed, carried.residual)
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
         """Ids of buckets whose distances were packed and are not merged yet."""
-        self.is_plain = _is_plain(self._plan, self.combination)
+        self.is_plain = exchanges_plainly(self._plan, self.combination)
         """Every bucket's start is one all-reduce of its gradients and nothing else; see ``start_plain``."""
         self._in_turn = communicators.in_turn if self.is_plain and any(one.after for one in self._plan.exchange) else None
         self._plain: list[Ticket] = []
@@ -579,18 +577,6 @@ class Executor:
         for (name, parameter), reached in zip(self._parameters.items(), flags, strict=True):
             if not reached and name in self._absent:
                 parameter.grad = None
-
-
-def _is_plain(plan: Plan, what: Combination) -> bool:
-    """Whether every bucket is exchanged in the backward by one all-reduce over all ranks, in the gradients' own type.
-
-    It waits for nothing but its turn on its communicator, and nothing else depends on when a bucket is ready.
-    """
-    if what.is_local or what.merges or what.updates_by_bucket or what.is_sequential or what.finds_unused:
-        return False
-    chains = [(plan.of_bucket.get(bucket.id, ()), bucket) for bucket in plan.buckets]
-    is_free = len({one.communicator for one in plan.exchange}) == 1 or not any(one.after for one in plan.exchange)
-    return is_free and all(is_plain(chain, own.dtype) and chain[0].group == "world" and not own.sparse for chain, own in chains)
 
 
 def started(requests: Requests) -> Operations:

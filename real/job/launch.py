@@ -61,7 +61,7 @@ class Order(Protocol):
 
 
 class Launch(ABC):
-    """``started`` -> ``joined`` (all ranks have met) -> legs, one order after another -> ``ended``.
+    """One launch of a job's ranks.
 
     Life cycle: ``started`` -> ``joined`` (every rank has met the others) -> legs, one order after another ->
     ``ended``. A rank that dies, raises, or is silent beyond the timeout ends the launch with an error that

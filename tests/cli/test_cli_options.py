@@ -17,7 +17,7 @@ OPTIONS = {
     "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--verbose", "-v", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
-    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "REPEAT"],
+    "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "OTHER"],
     "launch": [
         "--help",
         "--log-dir",

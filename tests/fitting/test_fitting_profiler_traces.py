@@ -271,7 +271,7 @@ def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="several sources"):
         compute_times([tmp_path / "a.csv", tmp_path / "b.csv"])
     path = _spoilt(lambda events: events, tmp_path / "t.json")
-    with pytest.raises(ConfigError, match=r"is no table(?s:.)*profile --from` also reads traces of torch.profiler"):
+    with pytest.raises(ConfigError, match=r"is no table: it seems to be a trace of torch.profiler(?s:.)*fleetbench profile --from"):
         traces.read_table(path, "cluster.stragglers[0]")
 
 

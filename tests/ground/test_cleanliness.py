@@ -71,7 +71,8 @@ def test_slow():
 
 def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     """Each thing left over is found, an orphan too; a test that cleans up passes, and so does what a module holds."""
-    shutil.copy(CONFTEST, tmp_path / "conftest.py")
+    for name in ("conftest.py", "fork_server.py"):
+        shutil.copy(CONFTEST.with_name(name), tmp_path / name)
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: takes long\n")
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", str(tmp_path)]
