@@ -1,17 +1,18 @@
-"""Gradients of all trainers' batches, in one of two ways.
+"""Gradients of all trainers' batches, in the way that is faster for the model at hand.
 
 - ``loop``: one trainer after the other, by autograd.
 - ``stacked``: ``vmap`` over all trainers, or over some at a time.
 
-Both give the same numbers up to the order of sums. With wide layers or few trainers they take about the same
-time. The choice depends on sizes and not on measured times, so that a training can be repeated to the bit.
+Both give the same numbers up to the order of sums. Which one is faster depends on the model's width and on
+the number of trainers; with wide layers they are alike.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,6 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TOGETHER_NBYTES = 32 * 2**20
 """Largest memory of trainers that compute at once. On a core with 2 MiB of cache, 8 MiB and all of 256
 trainers take more time."""
-FEWEST = 4
-"""Fewest trainers for which stacking pays off."""
 
 
 class Computed(NamedTuple):
@@ -150,12 +149,26 @@ def _joined(parts: Sequence[Tensors]) -> Tensors:
     return [torch.cat(of_parts) for of_parts in zip(*parts, strict=True)]
 
 
-def stacks(problem: Problem, arguments: Arguments, together: int) -> bool:
-    """Whether ``stacked`` computes the model's gradients, and not one trainer after the other."""
+def fastest(problem: Problem, arguments: Arguments, together: int) -> str:
+    """Return the way that takes less processor time for these arguments' gradients, or on a GPU less time."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            problem.stacked(*arguments, together=together)
-    except (RuntimeError, UserWarning):
-        return False
-    return True
+            stacked_s = _seconds(partial(problem.stacked, together=together), arguments)
+    except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
+        return "loop"
+    return "stacked" if stacked_s < _seconds(problem.loop, arguments) else "loop"
+
+
+def _seconds(way: Way, arguments: Arguments) -> float:
+    """Return the seconds of one step, the second: processor time, which other programs affect less.
+
+    On a GPU until its end.
+    """
+    clock = time.perf_counter if arguments[-1].is_cuda else time.process_time
+    for _ in range(2):
+        begin = clock()
+        way(*arguments)
+        if arguments[-1].is_cuda:
+            torch.cuda.synchronize(arguments[-1].device)
+    return clock() - begin

@@ -104,7 +104,7 @@ class Trajectory:
     """Length of the round that each step ended; none if it ended none."""
     steps_per_epoch: int
     way: str
-    """Method of computing gradients: ``loop`` or ``stacked``."""
+    """Method of computing gradients: ``loop`` or ``graph``."""
     num_bytes: int
     """Largest memory that the training run was expected to take, in bytes."""
     seconds: float

@@ -28,7 +28,7 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import FEWEST, TOGETHER_NBYTES, Problem, stacks
+from sim.learning.gradients import TOGETHER_NBYTES, Problem, fastest
 from sim.learning.prepared import Look, Prepared, Progress, Say, densely, free_bytes, never, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -88,7 +88,7 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``stacked`` on ``device``; default: on the experiment's device, stacked where that pays off."""
+        """``way``: ``loop`` or ``stacked`` on ``device``; default: the faster on the experiment's device."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():
@@ -127,8 +127,8 @@ class VirtualTraining:
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
         of_one = activations + 2 * sum(value.nbytes for value in problem.model.parameters())
-        fitting = max(1, TOGETHER_NBYTES // of_one) if device == "cpu" else problem.trainers
-        together = problem.trainers if problem.averages else min(problem.trainers, fitting)
+        some = device == "cpu" and not problem.averages
+        together = min(problem.trainers, max(1, TOGETHER_NBYTES // of_one)) if some else problem.trainers
         at_once = in_loop + activations * (together - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "stacked" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
@@ -136,9 +136,8 @@ class VirtualTraining:
         problem = dataclasses.replace(problem, model=problem.model.to(device))
         self.replicas = Replicas(problem.model, workload, plan, what)
         if wanted is None:
-            pays = min(problem.trainers, fitting) >= FEWEST and at_once <= free_bytes(device)
-            can = pays and stacks(problem, self.replicas.arguments(inputs, labels, self._loss_scale), together)
-            wanted = "stacked" if can else "loop"
+            may_stack = together > 1 and at_once <= free_bytes(device)
+            wanted = fastest(problem, self.replicas.arguments(inputs, labels, self._loss_scale), together) if may_stack else "loop"
         self._way = problem.loop if wanted == "loop" else partial(problem.stacked, together=together)
         self.way = wanted if device == "cpu" else f"{wanted} on {device}"
         self.num_bytes = at_once if wanted == "stacked" else in_loop
