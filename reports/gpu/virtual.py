@@ -65,7 +65,7 @@ def parity() -> list[dict[str, Any]]:
     for model, (name, strategy) in ((model, chosen) for model in both for chosen in STRATEGIES.items()):
         workload = {**both[model], "dtype": "float64", "batch_size": 4, "steps": 16, "eval_every": 8}
         learnt = {}
-        for way, device in (("loop", "cpu"), ("loop", "cuda"), ("stacked", "cuda")):
+        for way, device in (("loop", "cpu"), ("loop", "cuda"), ("graph", "cuda")):
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     run = training(workload, strategy, 4, way, device, Path(folder))
@@ -112,7 +112,7 @@ def speed() -> list[dict[str, Any]]:
     rows = []
     plan = (("digits_cnn", 8, 40, 100), ("digits_cnn", 128, 8, 100), ("gpt 4x256, 8 x 128", 8, 3, 20), ("resnet50, 8 x 64 x 64", 8, 2, 20))
     for name, trainers, on_core, on_device in plan:
-        for way, device, steps in (("loop", "cpu", on_core), ("loop", "cuda", on_device), ("stacked", "cuda", on_device)):
+        for way, device, steps in (("loop", "cpu", on_core), ("loop", "cuda", on_device), ("graph", "cuda", on_device)):
             try:
                 rows.append({"workload": name, **timed(SPEED[name], trainers, steps, way, device)})
             except (RuntimeError, UserWarning) as error:

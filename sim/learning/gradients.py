@@ -1,22 +1,26 @@
-"""Gradients of all trainers' batches, in the way that is faster for the model at hand.
+"""Gradients of all trainers' batches, in the way that is fastest for the model at hand.
 
 - ``loop``: one trainer after the other, by autograd.
-- ``stacked``: ``vmap`` over all trainers, or over some at a time.
+- ``graph``: ``vmap`` over all trainers, traced once into a graph of plain operations over stacked tensors,
+  gradients included.
 
 Both give the same numbers up to the order of sums. Which one is faster depends on the model's width and on
-the number of trainers; with wide layers they are alike.
+the number of trainers; with wide layers they are alike. Tracing takes seconds, so that short trainings stay
+in a loop.
 """
 
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 
 from fleetbench.strategy import AmpConfigs
 from fleetbench.workloads.models.registry import Loss
@@ -24,9 +28,15 @@ from sim.learning.prepared import Look, never
 
 Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-TOGETHER_NBYTES = 32 * 2**20
-"""Largest memory of trainers that compute at once. On a core with 2 MiB of cache, 8 MiB and all of 256
-trainers take more time."""
+WORTH_TRACING_S, TRACING_S = 3.0, 0.1
+"""Seconds of tracing: to import the tracer, and per parameter."""
+CACHE_NBYTES = 8 * 2**20
+"""Largest memory of trainers that compute together: the fastest of 0.5, 2, 8 and 24 MiB on a core with 2 MiB
+of cache."""
+_METHODS = frozenset({"view", "transpose", "t", "expand", "unsqueeze", "bmm", "mm", "add", "mul", "div", "sum", "mean", "relu"})
+"""Operations that a graph calls as tensor methods, which take half of the time of ``torch.ops``."""
+FEW_CLASSES = 32
+"""Number of classes up to which looping over rows is slow."""
 
 
 class Computed(NamedTuple):
@@ -62,19 +72,40 @@ class Problem:
     amp: AmpConfigs | None = None
     """Settings of autocast in the forward; none without it."""
     look: Look = never
-    """Function called before each trainer of a loop, and before each part of a stack."""
+    """Function called before each trainer of a loop, and before each part of a graph."""
 
     def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
         """Return one trainer's output of the model, in full precision, and the buffers after the forward."""
         own = [buffer.clone() for buffer in buffers]
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
-        with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
-            output = torch.func.functional_call(self.model, dict(zip(self._names, [*parameters, *own], strict=True)), (inputs,))
+        try:
+            self._hold([*parameters, *own])
+            with nullcontext() if dtype is None else torch.autocast(inputs.device.type, dtype=dtype, cache_enabled=False):
+                output = self.model(inputs)
+        finally:
+            self._hold(self._tensors)
         return output if dtype is None or output.dtype != dtype else output.float(), own
 
     @cached_property
-    def _names(self) -> list[str]:
-        return [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
+    def _tensors(self) -> Tensors:
+        """Return the model's own parameters and buffers."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
+        """Return where modules hold each of them; tied ones are held in several places."""
+        found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
+                for name, tensor in held.items():
+                    found.setdefault(id(tensor), []).append((held, name))
+        return [found[id(tensor)] for tensor in self._tensors]
+
+    def _hold(self, tensors: Tensors) -> None:
+        """Let the model compute with these tensors."""
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for held, name in places:
+                held[name] = tensor
 
     def loop(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
         """Compute one trainer after the other; see ``Way``."""
@@ -110,54 +141,116 @@ class Problem:
             _graph = self.compare(self.forward(own, [*self.model.buffers()], inputs)[0], labels)
         return sum(nbytes for place, nbytes in kept.items() if place not in {value.untyped_storage().data_ptr() for value in own})
 
-    def stacked(
-        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor, *, together: int
-    ) -> Computed:
-        """Compute ``together`` trainers at once, or all if only the mean is wanted; see ``Way``.
+    def graph(self, *arguments: Any, together: int = 0) -> Way:
+        """Return the traced ``Way`` over stacked tensors, for all trainers or ``together`` at a time.
 
-        Raises ``RuntimeError`` for a model that vmap cannot stack.
+        Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
         """
-        found = []
-        for begin in range(0, self.trainers, self.trainers if self.averages else together):
-            part = slice(begin, begin + (self.trainers if self.averages else together))
-            self.look()
-            own = parameters if self.shares else [value[part] for value in parameters]
-            found.append(self._at_once(own, [value[part] for value in buffers], scale, inputs[part], labels[part]))
-        gradients, losses, moved = zip(*found, strict=True)
-        return Computed(_joined(gradients), torch.cat(losses), _joined(moved))
+        if self.averages or not 0 < together < self.trainers:
+            return self._traced(arguments)
+        of_part = replace(self, trainers=together)._traced(self._part(arguments, slice(together)))  # noqa: SLF001  # its own class
+        stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # to get them each step takes half of it
 
-    def _at_once(self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor) -> Computed:
-        """Return these trainers' gradients as those of the sum of their losses."""
-        num = len(labels)
-        joint = self.averages and self.amp is None  # with autocast each trainer's gradient is rounded by itself
-        values = [parameter[0] if joint else parameter.expand(num, *parameter.shape[1:]) for parameter in parameters]
-        own = [value.detach().requires_grad_() for value in values]
+        def run(*given: Any) -> Computed:
+            losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
+            for begin in range(0, self.trainers, together):
+                part = slice(min(begin, self.trainers - together), begin + together)  # the last may compute what the one before has
+                self.look()
+                found = of_part(*self._part(given, part))
+                for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
+                    whole[part] = own
+            return Computed(stacks, losses, moved)
 
-        def of_one(own: Tensors, buffers: Tensors, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-            output, moved = self.forward(own, buffers, inputs)
-            return self.compare(output, labels), moved
+        return run
 
-        losses, moved = torch.vmap(of_one, in_dims=(None if joint else 0, 0, 0, 0))(own, buffers, inputs, labels)
-        gradients = torch.autograd.grad(losses.sum() * scale, own)
-        if self.averages:
-            gradients = tuple((gradient / num).unsqueeze(0) if joint else gradient.mean(0, keepdim=True) for gradient in gradients)
-        return Computed(list(gradients), losses.detach(), [buffer.detach() for buffer in moved])
+    def _part(self, arguments: Arguments, part: slice) -> Arguments:
+        """Return the arguments of some of the trainers."""
+        parameters, buffers, scale, inputs, labels = arguments
+        own = parameters if self.shares else [value[part] for value in parameters]
+        return own, [value[part] for value in buffers], scale, inputs[part], labels[part]
 
+    def _traced(self, arguments: Arguments) -> Way:
+        from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
-def _joined(parts: Sequence[Tensors]) -> Tensors:
-    """Return each tensor of all parts as one."""
-    return [torch.cat(of_parts) for of_parts in zip(*parts, strict=True)]
-
-
-def fastest(problem: Problem, arguments: Arguments, together: int) -> str:
-    """Return the way that takes less processor time for these arguments' gradients, or on a GPU less time."""
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            stacked_s = _seconds(partial(problem.stacked, together=together), arguments)
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
+        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # of tensors one by one
+        traced.recompile()
+
+        @torch.no_grad()
+        def run(parameters: Tensors, buffers: Tensors, *others: torch.Tensor) -> Computed:
+            found, num = traced(*parameters, *buffers, *others), len(parameters)
+            return Computed(found[:num], found[num], found[num + 1 :])
+
+        return run
+
+    def _at_once(
+        self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[Tensors, torch.Tensor, Tensors]:
+        """Return all trainers' gradients as those of the sum of their losses.
+
+        With autocast, each trainer's gradient is computed separately.
+        """
+        joint = self.averages and self.amp is None
+        own = [parameter[0] if joint else parameter.expand(self.trainers, *parameter.shape[1:]) for parameter in parameters]
+
+        def of_all(own: Tensors) -> tuple[torch.Tensor, Tensors]:
+            outputs, moved = torch.vmap(self.forward, in_dims=(None if joint else 0, 0, 0))(own, buffers, inputs)
+            return self._losses(outputs, labels), moved
+
+        def of_one(
+            own: Tensors, buffers: Tensors, inputs: torch.Tensor, labels: torch.Tensor
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, Tensors]]:
+            output, moved = self.forward(own, buffers, inputs)
+            loss = self.compare(output, labels)
+            return loss * scale, (loss, moved)
+
+        if self.amp is None:
+            losses, pull_back, moved = torch.func.vjp(of_all, own, has_aux=True)
+            (gradients,) = pull_back(scale.expand(self.trainers))
+        else:
+            gradients, (_, (losses, moved)) = torch.vmap(torch.func.grad_and_value(of_one, has_aux=True))(own, buffers, inputs, labels)
+        if self.averages:
+            gradients = [(gradient / self.trainers if joint else gradient.mean(0)).unsqueeze(0) for gradient in gradients]
+        return list(gradients), losses, moved
+
+    def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return losses ``(trainers,)``.
+
+        Under vmap, cross-entropy becomes twenty operations; short rows are slow.
+        """
+        if self.compare is not cross_entropy:
+            found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
+            return found
+        outputs, labels = outputs.flatten(0, 1), labels.flatten(0, 1)
+        likelihoods = log_softmax(outputs, 1) if outputs.shape[1] > FEW_CLASSES else log_softmax(outputs.T.contiguous(), 0).T
+        return nll_loss(likelihoods, labels, reduction="none").view(self.trainers, -1).mean(1)
+
+
+class Chosen(NamedTuple):
+    """A way, its name, and the seconds of a step."""
+
+    way: Way
+    name: str
+    step_s: float
+
+
+def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *, may_stack: bool) -> Chosen:
+    """Return the way with less processor time for these arguments' gradients, or on a GPU with less time.
+
+    ``may_stack``: memory suffices for ``together`` trainers at a time. A graph is not considered if tracing
+    could not pay off even if all trainers were as fast as one.
+    """
+    loop_s = _seconds(problem.loop, arguments)
+    if not may_stack or loop_s * steps * (1 - 1 / problem.trainers) < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
+        return Chosen(problem.loop, "loop", loop_s)
+    try:
+        graph = problem.graph(*arguments, together=together)
+        stacked = Chosen(graph, "graph", _seconds(graph, arguments))
     except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
-        return "loop"
-    return "stacked" if stacked_s < _seconds(problem.loop, arguments) else "loop"
+        return Chosen(problem.loop, "loop", loop_s)
+    return min(Chosen(problem.loop, "loop", loop_s), stacked, key=attrgetter("step_s"))
 
 
 def _seconds(way: Way, arguments: Arguments) -> float:
@@ -172,3 +265,47 @@ def _seconds(way: Way, arguments: Arguments) -> float:
         if arguments[-1].is_cuda:
             torch.cuda.synchronize(arguments[-1].device)
     return clock() - begin
+
+
+def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Return the graph without redundant operations, which are half of a small model's step.
+
+    A graph that changes tensors in place is unchanged, because equal operations need not give the same there.
+    """
+    aten, graph = torch.ops.aten, traced.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    if any(_may_change(node.target) for node in calls):
+        return traced
+    reshapes = (aten.expand.default, aten.view.default, aten._unsafe_view.default)  # noqa: SLF001  # its only name
+    before: dict[tuple[Any, str, str], torch.fx.Node] = {}
+    for node in calls:
+        key = (node.target, str(node.args), str(node.kwargs))
+        first = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else None
+        keeps_shape = first is not None and getattr(node.meta.get("val"), "shape", None) == getattr(first.meta.get("val"), "shape", ())
+        is_idle = (node.target in reshapes and keeps_shape) or (node.target is aten.mul.Scalar and node.args[1] == 1)
+        same = first if is_idle else before.setdefault(key, node)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    turned = [node for node in graph.nodes if node.target is aten.transpose.int and node.args[1:] == (1, 2)]
+    for node in turned:
+        product: Any = node.args[0]
+        if product.target is aten.bmm.default and product.args[0] in turned and len(product.users) == 1:  # of a layer's weights
+            with graph.inserting_before(node):
+                other = graph.call_function(aten.transpose.int, (product.args[1], 1, 2))
+                node.replace_all_uses_with(graph.call_function(aten.bmm.default, (other, product.args[0].args[0])))
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if name in _METHODS and not node.kwargs:
+            node.op, node.target = "call_method", name
+    return traced
+
+
+def _may_change(operator: Any) -> bool:
+    """Whether an operation writes to its arguments.
+
+    Batch norm does so undeclared, and random numbers always differ.
+    """
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and (schema.is_mutable or "batch_norm" in schema.name or torch.Tag.nondeterministic_seeded in operator.tags)

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import TOGETHER_NBYTES, Problem, fastest
+from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
 from sim.learning.prepared import Look, Prepared, Progress, Say, densely, free_bytes, never, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -88,7 +87,7 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``stacked`` on ``device``; default: the faster on the experiment's device."""
+        """``way``: ``loop`` or ``graph`` on ``device``; default: the faster on the experiment's device."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():
@@ -126,21 +125,22 @@ class VirtualTraining:
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
-        of_one = activations + 2 * sum(value.nbytes for value in problem.model.parameters())
-        some = device == "cpu" and not problem.averages
-        together = min(problem.trainers, max(1, TOGETHER_NBYTES // of_one)) if some else problem.trainers
+        fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
+        parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
+        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few gain nothing
         at_once = in_loop + activations * (together - 1)
-        refuse_beyond(problem.trainers, at_once if wanted == "stacked" else in_loop)
+        refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
-        say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where several compute at once")
+        say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where many compute at once")
         problem = dataclasses.replace(problem, model=problem.model.to(device))
         self.replicas = Replicas(problem.model, workload, plan, what)
+        arguments = self.replicas.arguments(inputs, labels, self._loss_scale)
         if wanted is None:
-            may_stack = together > 1 and at_once <= free_bytes(device)
-            wanted = fastest(problem, self.replicas.arguments(inputs, labels, self._loss_scale), together) if may_stack else "loop"
-        self._way = problem.loop if wanted == "loop" else partial(problem.stacked, together=together)
-        self.way = wanted if device == "cpu" else f"{wanted} on {device}"
-        self.num_bytes = at_once if wanted == "stacked" else in_loop
+            chosen = fastest(problem, arguments, workload.steps, together, may_stack=at_once <= free_bytes(device))
+        else:
+            chosen = Chosen(problem.loop if wanted == "loop" else problem.graph(*arguments, together=together), wanted, 0.0)
+        self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
+        self.num_bytes = at_once if chosen.name == "graph" else in_loop
 
     @property
     def _loss_scale(self) -> float:

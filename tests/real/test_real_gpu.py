@@ -155,7 +155,7 @@ def test_a_scaled_learning_rate_on_the_device_is_that_of_an_optimizer_that_has_i
         torch.testing.assert_close(train(rate, 0.5), train(rate / 2, 1.0), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["loop", "stacked"])
+@pytest.mark.parametrize("way", ["loop", "graph"])
 @pytest.mark.parametrize(
     "strategy",
     [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7}}, {"lr_scale": 2.0}],

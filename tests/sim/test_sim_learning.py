@@ -37,8 +37,8 @@ PARTS, SAMPLE = 9, (0, 4)
 """Launches of four processes; those of the sample have local steps of all kinds, amp, merged and sparse gradients, and a hierarchy."""
 OF_FOUR = [
     pytest.param(name, way, marks=[] if number % PARTS in SAMPLE and way == best else pytest.mark.whole)
-    for number, (name, best) in enumerate((name, "loop" if "sparse" in name else "stacked") for name in cases(4))
-    for way in sorted({"loop", best})  # embedding bags cannot be stacked
+    for number, (name, best) in enumerate((name, "loop" if "sparse" in name else "graph") for name in cases(4))
+    for way in sorted({"loop", best})  # embedding bags cannot be traced
     if "batch norm" not in name
 ]
 
@@ -96,13 +96,13 @@ def test_two_trainers_learn_as_two_processes(name: str, real: Real, tmp_path: Pa
         ),
     ],
 )
-def test_trainers_at_once_learn_as_the_loop(name: str, real: Real, tmp_path: Path) -> None:
-    """All trainers' gradients at once give the same training."""
-    _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "stacked")
+def test_the_graph_learns_as_the_loop(name: str, real: Real, tmp_path: Path) -> None:
+    """All trainers' gradients at once, traced, give the same training."""
+    _compare(name, cases(2)[name], real(name, 2, STEPS), tmp_path, "graph")
 
 
 @pytest.mark.slow
-def test_trainers_at_once_move_statistics_as_the_loop() -> None:
+def test_a_graph_moves_statistics_as_the_loop() -> None:
     """Batch norm's statistics are each trainer's own: gradients, losses and buffers are the same in both ways."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
@@ -112,27 +112,30 @@ def test_trainers_at_once_move_statistics_as_the_loop() -> None:
     for shares, averages in ((True, True), (True, False), (False, False)):
         problem = Problem(model=model, compare=cross_entropy, trainers=5, shares=shares, averages=averages)
         arguments = (own[shares], buffers, torch.tensor(4.0, dtype=torch.float64), *batch)
-        loop, stacked = problem.loop(*arguments), problem.stacked(*arguments, together=5)
+        loop, graph = problem.loop(*arguments), problem.graph(*arguments)(*arguments)
         assert loop.buffers[0].std(0).min() > 0
-        torch.testing.assert_close(list(stacked.buffers), loop.buffers)
-        torch.testing.assert_close(list(stacked.gradients), loop.gradients)
-        torch.testing.assert_close(stacked.losses, loop.losses)
+        torch.testing.assert_close(list(graph.buffers), loop.buffers)
+        torch.testing.assert_close(list(graph.gradients), loop.gradients)
+        torch.testing.assert_close(graph.losses, loop.losses)
     assert torch.equal(buffers[0], _repeated(model[1].running_mean, 5)), "a way changes nothing that it is given"
 
 
 @pytest.mark.slow
-def test_some_trainers_at_a_time_compute_as_the_loop() -> None:
-    """Five trainers in parts of three or two have the gradients, losses and statistics of the loop."""
+def test_a_graph_of_some_trainers_at_a_time_computes_as_one_of_all() -> None:
+    """Five trainers in parts of three or two, of which the last overlaps, have the gradients, losses and statistics of the loop."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
     buffers = [_repeated(value, 5) for value in model.buffers()]
     for shares, together in ((False, 3), (False, 2), (True, 3)):
         parameters = [torch.randn_like(_repeated(value, 1 if shares else 5)) for value in model.parameters()]
         problem = Problem(model=model, compare=cross_entropy, trainers=5, shares=shares, averages=False)
-        batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(0, 2, (5, 6))
-        arguments = (parameters, buffers, torch.tensor(4.0, dtype=torch.float64), *batch)
-        for found, expected in zip(problem.stacked(*arguments, together=together), problem.loop(*arguments), strict=True):
-            torch.testing.assert_close(found, expected)
+        graph = None
+        for _ in range(2):
+            batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(0, 2, (5, 6))
+            arguments = (parameters, buffers, torch.tensor(4.0, dtype=torch.float64), *batch)
+            graph = graph or problem.graph(*arguments, together=together)
+            for found, expected in zip(graph(*arguments), problem.loop(*arguments), strict=True):
+                torch.testing.assert_close(found, expected)
 
 
 def _repeated(value: torch.Tensor, members: int) -> torch.Tensor:
@@ -178,7 +181,7 @@ def test_trainers_together_are_one_process(trainers: int, strategy: dict[str, ob
     workload = {"model_options": {"hidden": 12}, "batch_size": 5, "steps": 30, "optimizer": "momentum", "dtype": "float64"}
     cluster = {"nodes": trainers, "trainers_per_node": 1, "inter": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
     experiment = Experiment.from_dict({"workload": workload, "cluster": cluster, "strategy": strategy})
-    for way in ("loop", "stacked"):
+    for way in ("loop", "graph"):
         training = VirtualTraining(experiment, tmp_path / way, way)
         training.run()
         torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone"), rtol=1e-9, atol=1e-10)
@@ -219,7 +222,7 @@ def test_what_all_trainers_at_once_take_is_in_proportion_to_their_number(tmp_pat
         workload = {"model_options": {"hidden": 8}, "data": "synthetic", "batch_size": 4, "steps": 2}
         strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
         experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": trainers}, "strategy": strategy})
-        return VirtualTraining(experiment, tmp_path / str(trainers), "stacked").num_bytes
+        return VirtualTraining(experiment, tmp_path / str(trainers), "graph").num_bytes
 
     assert taken(64) - taken(32) == 2 * (taken(32) - taken(16))
 
