@@ -22,7 +22,7 @@ import psutil
 
 from fleetbench.profile import Profile
 from real.job.folder import BeatReader
-from real.processes.place import sweep
+from real.processes.place import OWNER, PREFIX, sweep
 
 TIMEOUT_S = 10.0
 """Of the trainers' exchanges, in every command."""
@@ -151,7 +151,8 @@ class Outcome:
     """From the signal until all that lived then was gone; of a tuning, the struck launch."""
     left_processes: list[str]
     left_folders: list[str]
-    """In the temporary folder, after the next start; ``torchinductor_USER`` is torch's cache, and no fault."""
+    """In the temporary folder, after the next start, but for what a failed worker has said, which the error names and nobody owns;
+    ``torchinductor_USER`` is torch's cache, and no fault."""
     left_files: list[str] = field(default_factory=list)
     """What is half-written or left over below ``runs``, in the checkpoint's folder and in /dev/shm, after the command was given again."""
     again: str | None = None
@@ -239,7 +240,7 @@ def _run(cell: Cell, folder: Path) -> Outcome:
         said=" | ".join(said)[-600:],
         gone_s=round(gone_s, 2),
         left_processes=left,
-        left_folders=[path.name for path in temporary.iterdir()],
+        left_folders=[path.name for path in temporary.iterdir() if not path.name.startswith(PREFIX) or (path / OWNER).exists()],
         left_files=[*_half_written(folder), *sorted(_shared_memory() - shared)] if cell in _PHASE_CELLS else [],
         again=again,
     )
