@@ -50,14 +50,18 @@ def _emit(tested: LinkReport) -> None:
     _emit_times(links)
     if tested.transports is not None:
         _emit_facts(f"NCCL {tested.transports.version or ''}", ("", "used"), _transports(tested.transports))
-    hosts = [(name, *row) for name, host in zip(names, links.hosts, strict=True) for row in _hardware(host, links)]
-    _emit_facts("hardware", ("host", "link", "should carry", "state"), hosts)
+    alike: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    for name, host in zip(names, links.hosts, strict=True):
+        alike.setdefault(tuple(_hardware(host, links)), []).append(name)
+    for rows, (first, *more) in alike.items():
+        _emit_facts(f"hardware of {first}{f' and {len(more)} more like it' if more else ''}", ("link", "should carry", "state"), rows)
     between = [
         (" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), "4 MiB, one rank to one") for pair in links.pairs
     ]
     for each in links.interfaces:
         speed = 8 * each.times[-1].busbw_bytes_per_s if each.times else None
-        between.append((f"gloo over {each.name}", units.rate(speed), each.error or "all-reduce of all ranks"))
+        used = ", in use" if each.name == links.interface else ""
+        between.append((f"gloo over {each.name}{used}", units.rate(speed), each.error or "all-reduce of all ranks"))
     if between:
         _emit_facts("between hosts", ("link", "carries", ""), between)
     for number, remark in enumerate(tested.remarks, start=1):

@@ -75,7 +75,7 @@ class Suspect:
     name: str
     """Name in errors, such as ``rank 1`` or ``server 0``."""
     code: int | None = None
-    """Exit code, negative for a signal; none if it lives, or if nobody has seen its end."""
+    """Exit code, negative for a signal; none if the process lives, or if nobody has seen its end."""
     is_stopped: bool = False
     says: str | None = None
     """Error that it has reported, or that another process has reported about it."""

@@ -151,7 +151,7 @@ class Outcome:
     """From the signal until all that lived then was gone; of a tuning, the struck launch."""
     left_processes: list[str]
     left_folders: list[str]
-    """In the temporary folder, after the next start, but for what a failed worker has said, which the error names and nobody owns;
+    """Names left in the temporary folder after the next start. A failed worker's output, which the error names, is not among them;
     ``torchinductor_USER`` is torch's cache, and no fault."""
     left_files: list[str] = field(default_factory=list)
     """What is half-written or left over below ``runs``, in the checkpoint's folder and in /dev/shm, after the command was given again."""

@@ -109,7 +109,7 @@ def test_a_simulated_and_a_real_run_are_compared_step_by_step(command: Callable,
 
 
 def test_json_carries_the_errors(command: Callable, simulated_and_real: tuple[Path, Path]) -> None:
-    """Of the step and the phases; two simulated runs have none."""
+    """A simulated and a real run have errors of the step and of its phases; two simulated runs have none."""
     data = json.loads(command("compare", *simulated_and_real, "--json").out)
     assert data["step_difference"] == pytest.approx(0.25)
     fidelity = data["fidelity"]

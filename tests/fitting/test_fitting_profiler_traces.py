@@ -80,7 +80,7 @@ def test_a_rank_that_no_trace_says_is_told_by_names(tmp_path: Path) -> None:
 
 
 def test_kernels_without_a_launch(tmp_path: Path) -> None:
-    """What ran before the first launched kernel is of no step; nothing else is lost without a word; no launch at all is an error."""
+    """Kernels before the first launched one belong to no step. Others without a launch are noted; a trace without launches is refused."""
     device = Device(rank=0, lag=3)
     for stream in (7, 13, 20):  # launched before the trace began
         device.event("kernel", "gemm", 0, 5000, stream, correlation=stream, stream=stream)

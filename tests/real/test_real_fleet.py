@@ -119,7 +119,7 @@ def test_alone_the_script_is_one_trainer(tmp_path: Path) -> None:
     ids=["break", "sys.exit", "destroyed group", "group of its own"],
 )
 def test_a_rank_that_leaves_early_is_named(tmp_path: Path, begin: str, leave: str, rank: int, says: str) -> None:
-    """It does not end well, whoever made or destroyed the process group."""
+    """A rank that leaves early does not end with exit code 0, whoever made or destroyed the process group."""
     script = tmp_path / "leaves.py"
     script.write_text(
         f"import sys, torch\nfrom fleetbench import fleet\n{begin}\nfleet.init(timeout_s=10)\n"

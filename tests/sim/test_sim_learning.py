@@ -294,7 +294,7 @@ def test_only_what_is_learnt_from_is_in_the_key() -> None:
 @pytest.mark.filterwarnings("ignore::fleetbench.plan.adaptive_k.AdaptiveStepsKept")
 @pytest.mark.parametrize(("name", "way"), OF_FOUR)
 def test_four_trainers_learn_as_four_processes(name: str, way: str, real: Real, tmp_path: Path) -> None:
-    """The same of four trainers on two nodes, among them the hierarchies, over 300 steps.
+    """Four virtual trainers on two nodes, hierarchies among them, learn what four processes do in 300 steps.
 
     In float64 within 1e-5. Rounding to 16 bits moves losses by up to 0.03, because four numbers have several sums; later the training
     is near its end, and such a change grows. Without batch norm over four samples: there 1e-15 grows fiftyfold with every step.

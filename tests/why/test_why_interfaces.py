@@ -89,7 +89,7 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_interfaces_and_ports_are_those_of_sysfs(sysfs: Path) -> None:
-    """What is down is left out, and a virtual device's speed is unknown."""
+    """Interfaces that are down are left out, and a virtual device's speed is unknown."""
     host = this_host(sysfs)
     assert host.interfaces == (
         Interface(name="bond0", addresses=("10.6.0.5/24",), mtu=1500, speed=BitsPerSecond(50 * 10**9)),
