@@ -53,7 +53,7 @@ class Link(Config):
     ring's step, as on InfiniBand. On Slingshot, 42 and 48 us were measured."""
 
     def carried(self, backend: str, *, between_nodes: bool) -> Link:
-        """Return a link without framing that carries this link's payload.
+        """Return this link without framing: its bandwidth is the rate at which this link carries payload.
 
         Raises ``ConfigError`` for an ``mtu`` that its framing does not allow.
         """

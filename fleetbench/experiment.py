@@ -95,6 +95,9 @@ class Tune(Config):
     """Number of best simulated strategies that run for real."""
     leg_steps: int = 60
     """Counted steps of a real leg; more if a searched K has longer rounds."""
+    leg_seconds: float | None = None
+    """Longest compute of a leg: ``leg_steps`` are halved, down to 15, until they compute no longer than this by the
+    profile. None: they are not halved."""
     pairs: int = 48
     """Largest number of pairs of finalist and default. Measuring stops earlier, at an interim look, if the
     verdict is already known."""
@@ -147,7 +150,7 @@ class Tune(Config):
         at_least(self, 1, "trials", "simulated_steps", "finalists", "leg_steps", "target_seeds")
         at_least(self, 2, "pairs")
         at_least(self, 0, "min_gain", "metric_drop", "search_seconds")
-        at_least(self, 0, "budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour", above=True)
+        at_least(self, 0, "leg_seconds", "budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour", above=True)
         self._check_values()
         DistributedStrategy(nccl_comm_num=max(self.values("nccl_comm_num")))
 

@@ -262,14 +262,15 @@ def _emulated(table: LayerTable) -> LayerTable:
     )
 
 
-def all_reduce_cost(experiment: Experiment) -> Cost:
+def all_reduce_cost(experiment: Experiment, table: LayerTable | None = None) -> Cost:
     """Return T(S) of a ring all-reduce over all trainers; zero for one trainer.
 
     It is the latencies of the 2 (P - 1) hops that a chunk passes, plus 2 ((P - 1) / P) S over the slower of
     the two links. Both executors plan ``fusion = "merged_gradient"`` by this rule, whatever
     ``cluster.collective`` is. For ``"optimal"``, the result also has the lines of the ring's message chains,
-    the longest of which is the time of a simulated ring (``plan.longest_chain``), and the mean factor by
-    which declared stragglers delay the slowest trainer.
+    the longest of which is the time of a simulated ring (``plan.longest_chain``), the mean factor by which
+    declared stragglers delay the slowest trainer, and how collectives and compute disturb each other by
+    ``table``.
 
     ``node_overrides``, racks and shared interfaces are ignored. Raises ``ConfigError`` for a link that
     trainers use and that is neither declared nor measured.
@@ -296,7 +297,17 @@ def all_reduce_cost(experiment: Experiment) -> Cost:
         ns_per_byte=steps * 8e9 / (cluster.trainers * min(rates)),
         lines=tuple((float(chain.latency_ns), float(chain.ns_per_byte)) for chain in chains),
         slowest=slowest,
+        **({} if table is None or experiment.strategy.fusion != "optimal" else _disturbances(table)),
     )
+
+
+def _disturbances(table: LayerTable) -> dict[str, float]:
+    """Return how a collective delays and slows compute, and compute a collective, as fields of ``Cost``."""
+    return {
+        "start_ns": float(table.host_per_collective),
+        "compute_slowdown": table.contention,
+        "own_slowdown": table.collective_contention,
+    }
 
 
 def _slowest(experiment: Experiment) -> float:

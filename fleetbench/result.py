@@ -221,10 +221,10 @@ def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
-    """Compare the ranks: split every stall into waiting for the slowest rank and exposed communication.
+    """Return a table with one row per rank and step, which splits stalls into waits and exposed communication.
 
-    Until the last rank has started an exchange, the ranks that wait for it wait for that rank; the rest of a
-    stall is exposed. Raises ``ConfigError`` if times or bytes exceed 64 bits.
+    A stall is a wait for the slowest rank until that rank has started the exchange; the rest is exposed
+    communication. Raises ``ConfigError`` if times or bytes exceed 64 bits.
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
         raise uncountable()

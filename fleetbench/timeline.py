@@ -51,10 +51,10 @@ Track = tuple[int, str, int]
 
 
 def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
-    """Return the spans in order, each with its track.
+    """Return the spans sorted by rank, stream and start, each with its track.
 
-    Collectives of one stream that overlap get different rows. Spans of other streams are at most nested, and
-    share a row.
+    Overlapping spans of a communication stream get different rows. All spans of another stream share row 0, where
+    they overlap only by nesting.
     """
     ends: dict[tuple[int, str], list[int]] = {}
     placed = []

@@ -101,8 +101,8 @@ class HostWork(Config):
     update: Nanoseconds = Nanoseconds(0)
     """Time of one optimizer step over all parameters."""
     merge: Nanoseconds = Nanoseconds(0)
-    """Time to pack differences and apply their average, when Local SGD merges. An outer optimizer's step
-    takes another 8/10 of it."""
+    """Time of Local SGD's merge: packing the parameter differences and applying their average. An outer optimizer with
+    momentum takes another 0.8 of this time."""
     per_collective: Nanoseconds = Nanoseconds(0)
     """Host time per collective to start it, taken from compute."""
     pack: Nanoseconds = Nanoseconds(0)

@@ -58,7 +58,7 @@ class LayerTimes:
     gradients: list[tuple[str, int, str]]
     """Name, number of elements and type of every gradient, in registration order."""
     forward: list[list[int]] = field(default_factory=list)
-    """Forward of every layer."""
+    """Duration of every layer's forward."""
     ready: list[list[int | None]] = field(default_factory=list)
     """Time from the end of the forward until each gradient is final; ``None`` for a missing gradient."""
 
@@ -179,7 +179,7 @@ class LayerClock:
 
 
 def _nearest(name: str, entered: dict[str, int]) -> str:
-    """Return the module itself, or the innermost around it that was entered; empty if only the model was."""
+    """Return the name of the module, or of the innermost around it that was entered; empty if only the model was."""
     while name and name not in entered:
         name = name.rpartition(".")[0]
     return name
@@ -195,7 +195,7 @@ class Measured:
     read: list[int] = field(default_factory=list)
     """Time of the loop's own work: the batch (unless a thread prepares it), the loss, unscaling gradients."""
     load: list[int] = field(default_factory=list)
-    """Time of a batch in its thread; empty if the loop makes batches."""
+    """Time that a loader thread takes to make one batch; empty if the training loop makes batches itself."""
     loaders: int = 0
     """Number of threads that make batches."""
     memory: dict[str, int] = field(default_factory=dict)

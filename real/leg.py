@@ -26,8 +26,8 @@ class Leg(Config):
     evaluate: bool = False
     """Whether to copy the parameters every ``workload.eval_every`` steps and look for the target."""
     ends_at_target: bool = False
-    """Whether an evaluated leg evaluates during its steps, and ends once the target's crossing is confirmed.
-    Legs of a script, of servers, of fragments and of emulated compute continue to train."""
+    """Whether a leg with ``evaluate`` evaluates during its steps, and ends once it has confirmed that it reached
+    the target. Legs with a script, parameter servers, fragments or emulated compute always make all their steps."""
     window: int = 0
     """Index of the injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Compared
     legs share it."""

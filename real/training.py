@@ -179,7 +179,7 @@ class Training(Trained):
         table = self._table(strategy)
         if not strategy.fuses_by_cost or table is None:
             return None
-        cost = all_reduce_cost(self._experiment.replace(strategy=strategy))
+        cost = all_reduce_cost(self._experiment.replace(strategy=strategy), table)
         return cost, {gradient.name: gradient.ready for gradient in table.by_readiness()}
 
     def _draws(self, leg: Leg) -> dict[int, int]:

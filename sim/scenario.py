@@ -120,7 +120,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
         queue_depth=queue_depth(experiment.run.backend),
         holds_scatters=experiment.transport == "gloo",
         is_scripts=experiment.run.launcher == "command",
-        cost=all_reduce_cost(experiment),
+        cost=all_reduce_cost(experiment, table),
         num_state_slots=len(Combination.of(experiment.strategy).slots(OPTIMIZER_STATE[experiment.workload.optimizer])),
         buffers_nbytes=table.buffers_nbytes,
         averaged_nbytes=table.averaged_nbytes,

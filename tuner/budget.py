@@ -5,11 +5,14 @@ import math
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE, Combination
 from fleetbench.plan.servers.rules import rules_of
+from fleetbench.profile import table_for
 from tuner.to_target import FEWEST_SEEDS
 
 DEFAULT = "default"
 """Name of the arm that others are compared with."""
 SECONDS_PER_HOUR = 3600.0
+_LEAST_STEPS = 15
+"""Least number of steps to which ``tune.leg_seconds`` shortens a leg."""
 _AMPLE = 1.5
 """Factor on the expected time, for a budget that is proposed."""
 
@@ -29,14 +32,22 @@ def largest_geo_k(experiment: Experiment) -> int:
 
 
 def leg_steps_of(experiment: Experiment) -> int:
-    """Return ``tune.leg_steps``, or enough steps for a round of every searched K: only whole rounds count."""
-    own, tune = Combination.of(experiment.strategy), experiment.tune
+    """Return ``tune.leg_steps``, or enough steps for a round of every searched K: only whole rounds count.
+
+    Fewer if they compute for longer than ``tune.leg_seconds``; halved, so that another profile rarely changes
+    them.
+    """
+    own, tune, steps = Combination.of(experiment.strategy), experiment.tune, experiment.tune.leg_steps
+    if tune.leg_seconds is not None:
+        table = table_for(experiment)
+        while steps >= 2 * _LEAST_STEPS and steps * (table.forward_ns + table.backward_ns) * 1e-9 > tune.leg_seconds:
+            steps //= 2
     if experiment.strategy.mode == "ps":
-        return max(tune.leg_steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
+        return max(steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
     longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
     if experiment.run.launcher == "command" and tune.diloco and longest > 1:  # a script's outer optimizer has twice the largest
         longest *= 2
-    return max(tune.leg_steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
+    return max(steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
 
 
 def budget_of(experiment: Experiment) -> tuple[float, str]:

@@ -187,7 +187,7 @@ class Evidence(Config):
     comparisons: tuple[Comparison, ...] = ()
     """Comparisons, including those of an earlier tuning."""
     earlier: tuple[Outcome, ...] = ()
-    """Outcomes of tunings that this one continues, which cost it nothing."""
+    """Outcomes of the earlier tunings that this one continues; their time does not count against its budget."""
 
     def spent_s(self, trainers: int) -> float:
         """Return the trainer seconds that count for a budget."""

@@ -27,13 +27,13 @@ from tuner.study import open_study
 Progress = Callable[[int, int], None]
 Way = tuple[object, ...]
 Reached = tuple[float, ...]
-"""An ``Arrival``; or one number, the steps after which a run without arrival ended; or empty: it used all
-steps."""
+"""Result of a training: the fields of its ``Arrival``; or, if it did not arrive, the number of steps after which it
+was cut short; empty if it made all steps."""
 _LEARNT = "trainings to the target"
-"""Attribute of a study with results by training."""
+"""Name of the study attribute that stores the result of each training, by its key."""
 _OVER = "no time is left for trainings to the target"
-"""Attribute of a study with which a resumed tuning starts no further training, so that it has the same
-finalists."""
+"""Start of the name of the study attribute that is true if a stage's time ran out. A resumed tuning then trains no more
+in that stage, so that it has the same finalists."""
 _FLAT = ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
 
 
@@ -144,7 +144,10 @@ class Trainings:
         return found
 
     def _reached(self, way: Way, strategy: DistributedStrategy, most: float) -> Reached | None:
-        """Train on the experiment's wire and without a hierarchy, which only changes the order of sums."""
+        """Return a training's result, known or new; None if it is refused or no time is left.
+
+        It trains on the experiment's wire, and without a hierarchy, which only changes the order of sums.
+        """
         base, workload = self.seeded.strategy, self.seeded.workload
         served = strategy.mode == "ps"  # with servers, shorter training is not the beginning of longer training
         self.ends[way] = workload.steps if served else round(min(workload.steps, most + HITS_IN_A_ROW * workload.eval_every))

@@ -94,7 +94,7 @@ class RealRuns:
         self.keep(self.evidence)
 
     def _reached(self, result: RunResult) -> Reached:
-        """Return the result of a run to the target.
+        """Return the steps, noise, final loss and metric of a run that trained towards the target.
 
         Raises ``ConfigError`` if it does not report ``tune.metric``.
         """

@@ -21,10 +21,10 @@ B_CRIT = np.exp(np.linspace(math.log(0.05), math.log(300), 60))[:, None]
 POWERS = np.array([0.5, 0.75, 1.0, 1.25, 1.5])
 POWER_PRIOR = np.array([0.1, 0.2, 0.4, 0.2, 0.1])
 MISFIT = 0.04
-"""Standard deviation of log T of one size around the law, because learning rates are tuned one by one."""
+"""Standard deviation of log T around the law at one batch size: each batch size's learning rate is tuned separately."""
 TYPICAL, TYPICAL_SD = 12.0, 2.0
-"""Prior of B_crit in the grid's unit, and the standard deviation of its logarithm: people measure at smaller
-batches."""
+"""Median of B_crit's prior, in the unit of ``B_CRIT``, and the standard deviation of its logarithm. The median is above
+1 because people measure at batches below B_crit."""
 SEEDS = 0.04
 """Standard deviation of log T between seeds: the median of 22 benchmarks (mlcommons/logging, rcp_checker)."""
 NOISE_SD = 1.2

@@ -42,7 +42,7 @@ class Window(Experiment):
 
 
 Candidate = tuple[str | None, str, DistributedStrategy]
-"""Arm, if it is one, key and strategy of what is to be simulated; see ``Tried``."""
+"""Arm (None for most), key and strategy of a candidate to simulate; see ``Tried``."""
 StepS = Callable[[DistributedStrategy], float]
 """Function that returns the simulated seconds per step under a strategy, for the steps of ``shortened``."""
 
@@ -62,7 +62,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Simulated strategies in order of time: the default is the first, the advice, if any, the second."""
+    """Strategies in the order of their simulation: the default, then the advice, if any, then all others."""
 
     tried: tuple[Tried, ...]
     notes: tuple[Note, ...] = ()
@@ -87,9 +87,9 @@ class Search:
 
     @property
     def ranked(self) -> tuple[Tried, ...]:
-        """Different strategies besides the default and the advice, fastest first.
+        """Distinct strategies other than the default and the advice, fastest first.
 
-        Candidates of a family with equal simulations share one place, which the first of them takes.
+        Of candidates that learn alike and have equal simulated times, only the first is listed.
         """
         arms = {tried.key for tried in self.tried if tried.arm is not None}
         first: dict[object, Tried] = {}
@@ -99,11 +99,12 @@ class Search:
         return tuple(first.values())
 
     def best(self, count: int, others: Sequence[Tried] = (), seconds: Callable[[Tried], float | None] | None = None) -> tuple[Tried, ...]:
-        """Return the best of ``ranked`` and ``others`` by ``seconds`` (default: seconds per step).
+        """Return the ``count`` best of ``ranked`` and ``others`` by ``seconds`` (default: seconds per step).
 
-        ``seconds`` returns none to exclude one. The best of each family (way of training, wire), at whatever
-        learning rate, comes before the second best of any. One of the default's own family is always
-        included: a target that local steps miss is missed by all strategies with as many.
+        Strategies for which ``seconds`` returns None are excluded. The best strategy of every family (way of training
+        and wire, at any learning rate) is chosen before the second best of any family. If ``count`` exceeds 1, the
+        best one with the default's own family and learning rate is always included, because if local steps miss the
+        target, all strategies with as many of them miss it.
         """
         priced = [(one.simulated_s if seconds is None else seconds(one), one) for one in (*self.ranked, *others)]
         ranked = [one for price, one in sorted(((p, one) for p, one in priced if p is not None), key=lambda item: item[0])]
@@ -116,7 +117,7 @@ class Search:
 
 
 def _family(tried: Tried, lr_scale: float | None = None) -> tuple[object, ...]:
-    """Return what affects learning or the simulation error, optionally at another learning rate."""
+    """Return a strategy's family: way of training, and whether its wire is FP32; optionally at another ``lr_scale``."""
     strategy = tried.strategy if lr_scale is None else tried.strategy.replace(lr_scale=lr_scale)
     return *way_of(strategy), parameters_of(strategy)["wire"] == "fp32"
 
@@ -151,7 +152,7 @@ def search_listed(
     step_s: StepS,
     progress: Callable[[int, int], None] | None,
 ) -> Search:
-    """Simulate the experiment's own strategy, which comes first, and others. Raises as ``step_s`` for the own one."""
+    """Simulate ``strategies``, of which the first is the experiment's own. Raises as ``step_s`` for that one."""
     listed: list[Candidate] = [("default" if not place else None, f"{place}", strategy) for place, strategy in enumerate(strategies)]
     found = _simulated(listed, step_s, progress or (lambda *_: None), name_of)
     assert found is not None, "without a limit"

@@ -1,64 +1,30 @@
 """Overlap: how much compute and communication slow each other, from a backward that overlaps with buckets.
 
-The model is one rank of many that are alike. Its backward passes the times at which buckets are ready;
-starting a bucket's all-reduce delays it; all-reduces run one after the other. While one is in flight, compute
-takes ``1 + compute`` times as long; while the backward runs, an all-reduce takes ``1 + collective`` times as
-long.
+The model of a backward is that of ``fleetbench.plan.overlap``.
 
 The second model is how two concurrent collectives slow each other, from the times of the members of queues.
 Each collective is a number of messages, each followed by its part of the latency, and the link carries
 messages in order of arrival. While two are in flight, a latency takes 2 / ``latency`` times as long, and a
 message occupies the link 1 / ``transfer`` times as long. So a ``transfer`` of 1 is a link that two share, and
-2 for both means two collectives that do not affect each other.
-
-The simulator integrates the same rules.
+2 for both means two collectives that do not affect each other. The simulator integrates the same rules.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from fleetbench.plan.overlap import Exchange, Overlapped, overlap
+
 MOST = 100.0
 """Largest slowdown that the fit considers."""
-_END = 1e-15
 _RIDGE = 1e-4
 """Small penalty on slowdowns, which decides if the times do not."""
 _TOLD = 0.01
 """Least share by which each slowdown of 1 must change the times, independently of the other."""
 _STARTS = ((0.05, 0.05), (1.0, 0.1), (0.1, 1.0), (2.0, 2.0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """A backward and the all-reduces that overlap it. Times in seconds, without mutual slowdown."""
-
-    ready_s: tuple[float, ...]
-    """Seconds from the start of the backward until each bucket is ready."""
-    nbytes: tuple[int, ...]
-    """Bytes of each bucket."""
-    backward_s: float
-    """Seconds of the backward."""
-    start_s: tuple[float, ...]
-    """Seconds of compute that it takes to start each bucket's all-reduce."""
-    alpha_s: float
-    """Seconds of an all-reduce of no bytes."""
-    beta_s: float
-    """Seconds per byte."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overlapped:
-    """Result of an exchange."""
-
-    backward_s: float
-    """Seconds of the backward, including delays and slowdown."""
-    stall_s: float
-    """Seconds from the end of the backward to that of the last all-reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,36 +39,6 @@ class Slowdowns:
     """Unexplained part of backward and stall, as a share of their sum."""
     statement: str | None = None
     """Sentence about what the times could not determine; none if they determined everything."""
-
-
-def overlap(exchange: Exchange, compute: float, collective: float) -> Overlapped:
-    """Simulate the exchange with these two slowdowns."""
-    order = sorted(range(len(exchange.ready_s)), key=exchange.ready_s.__getitem__)
-    marks = [0.0, *accumulate((exchange.ready_s[index] for index in order), max)]
-    work: list[tuple[float, float]] = []  # seconds without slowdown, and the factor while an all-reduce is in flight
-    for before, mark, index in zip(marks, marks[1:], order, strict=False):
-        work += [(mark - before, 1.0 + compute), (exchange.start_s[index], 1.0)]
-    work.append((max(0.0, exchange.backward_s - marks[-1]), 1.0 + compute))
-    joins = [exchange.alpha_s + exchange.beta_s * exchange.nbytes[index] for index in order]
-    queue: list[float] = []  # seconds that each all-reduce still takes without slowdown; the one in flight is first
-    now = 0.0
-    for number, (takes_s, slow) in enumerate(work):
-        left_s = takes_s
-        while left_s > 0.0:
-            pace = slow if queue else 1.0
-            lasts = min(left_s * pace, queue[0] * (1.0 + collective) if queue else math.inf)
-            now += lasts
-            left_s = _left(left_s - lasts / pace)
-            if queue:
-                queue[0] = _left(queue[0] - lasts / (1.0 + collective))
-                queue = queue if queue[0] else queue[1:]
-        if number % 2:  # a bucket has been started
-            queue.append(joins[number // 2])
-    return Overlapped(backward_s=now, stall_s=sum(queue))
-
-
-def _left(seconds: float) -> float:
-    return seconds if seconds > _END else 0.0
 
 
 def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:

@@ -15,6 +15,7 @@ from typing import Literal
 from fleetbench.errors import ConfigError
 from fleetbench.plan.layers import DTYPE_BYTES, INDEX_BYTES, Gradient
 from fleetbench.plan.mg_wfbp import best_partition, merge
+from fleetbench.plan.overlap import Exchange, overlap
 from fleetbench.quantities import MIB
 from fleetbench.strategy import DistributedStrategy
 
@@ -64,6 +65,12 @@ class Cost:
     slowest: float = 1.0
     """Factor on the compute of the slowest trainer, compared with the layer table; it delays its
     gradients."""
+    start_ns: float = 0.0
+    """Nanoseconds of compute that it takes to start one."""
+    compute_slowdown: float = 0.0
+    """Slowdown of compute while one is in flight; see ``plan.overlap``."""
+    own_slowdown: float = 0.0
+    """Slowdown of the all-reduce while the backward runs."""
 
 
 def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None = None) -> tuple[Bucket, ...]:
@@ -112,16 +119,43 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
     widest = 2 if strategy.fp16_allreduce or strategy.bf16_allreduce else 8
     nbytes = [gradient.numel * min(widest, DTYPE_BYTES[gradient.dtype]) for gradient in gradients]
     if strategy.fusion == "optimal":
-        lines = cost.lines or ((cost.latency_ns, cost.ns_per_byte),)
         ready = tuple(cost.slowest * each for each in ready_ns)
-        groups = _best_partition(ready, tuple(nbytes), tuple(gradient.dtype for gradient in gradients), lines)
+        groups = _best_partition(ready, tuple(nbytes), tuple(gradient.dtype for gradient in gradients), cost)
     else:
         groups = merge(ready_ns, nbytes, cost.latency_ns, cost.ns_per_byte)
     return [part for group in groups for part in _grouped((gradients[index] for index in group), "dtype")]
 
 
-_best_partition = functools.lru_cache(maxsize=64)(best_partition)
-"""Cached, because strategies that differ only in their communicators have the same partition."""
+@functools.lru_cache(maxsize=64)  # strategies that differ only in their communicators have the same partition
+def _best_partition(ready_ns: Sequence[float], nbytes: Sequence[int], dtypes: Sequence[str], cost: Cost) -> list[list[int]]:
+    """Return the partition with which backward and exchange end first.
+
+    It is exact if all-reduces neither delay nor slow compute. Otherwise fewer may be better, and the exact
+    partitions for ever longer latencies, down to one group, are compared.
+    """
+    lines = cost.lines or ((cost.latency_ns, cost.ns_per_byte),)
+    found = [best_partition(ready_ns, nbytes, dtypes, lines)]
+    if not (cost.start_ns or cost.compute_slowdown or cost.own_slowdown):
+        return found[0]
+    more_ns = max(cost.start_ns, cost.latency_ns, max(ready_ns, default=0.0) / 256, 1.0)
+    while len(found[-1]) > 1:
+        found.append(best_partition(ready_ns, nbytes, dtypes, [(latency_ns + more_ns, rate) for latency_ns, rate in lines]))
+        more_ns *= 2
+
+    def end_s(groups: Sequence[Sequence[int]]) -> float:
+        parts = [[index for index in group if dtypes[index] == kind] for group in groups for kind in {dtypes[index] for index in group}]
+        parts.sort(key=max)
+        sizes = [sum(nbytes[index] for index in part) for part in parts]
+        exchange = Exchange(
+            ready_s=tuple(1e-9 * ready_ns[part[-1]] for part in parts),
+            takes_s=tuple(1e-9 * max(latency_ns + rate * size for latency_ns, rate in lines) for size in sizes),
+            backward_s=1e-9 * ready_ns[-1],
+            start_s=(1e-9 * cost.start_ns,) * len(parts),
+        )
+        went = overlap(exchange, cost.compute_slowdown, cost.own_slowdown)
+        return went.backward_s + went.stall_s
+
+    return min(found, key=end_s)
 
 
 def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:

@@ -32,7 +32,7 @@ class StepKind:
     asks_loss: bool
     """Whether they also average their losses."""
     starts: int | None = None
-    """Fragment whose exchange starts after it."""
+    """Index of the fragment whose exchange starts after this step, if any."""
     merges: int | None = None
     """Fragment that is merged after it."""
     flight: int | None = None

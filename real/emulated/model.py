@@ -169,7 +169,12 @@ class _Part(nn.Module):
     """A module of an emulated model. One that ``holds`` layers has a forward."""
 
     def holds(self, pace: Pace, ends_ns: Sequence[int], sources: Sequence["_Source"], *, hands_over: bool) -> None:
-        """``ends_ns``: of its layers' forwards; ``sources`` of its gradients, in order of readiness."""
+        """Give this module its layers.
+
+        ``ends_ns``: when the layers' forwards end, in ns of undisturbed compute since the model's forward began.
+        ``sources``: sources of the layers' gradients, in order of readiness. ``hands_over``: whether what happens
+        between this module's compute and the next one's holds compute up.
+        """
         self._pace, self._ends_ns, self._sources, self._hands_over = pace, ends_ns, sources, hands_over
         for source in sources if hands_over else ():
             source.hands_over = source is sources[-1]
@@ -185,9 +190,10 @@ class _Part(nn.Module):
 
 
 def _runs(table: LayerTable, block_of: Mapping[str, str]) -> list[tuple[str, list[int]]]:
-    """Layers by number, in runs of one block; one without gradients is of the run before it.
+    """Return runs of consecutive layers of one block: the block's name (empty outside blocks) and the layers' indices.
 
-    Raises ``ConfigError`` for a block whose layers do not follow one another.
+    A layer without gradients belongs to the run before it. Raises ``ConfigError`` for a block whose layers do not
+    follow one another.
     """
     found: list[tuple[str, list[int]]] = []
     for number, layer in enumerate(table.layers):
@@ -203,7 +209,7 @@ def _runs(table: LayerTable, block_of: Mapping[str, str]) -> list[tuple[str, lis
 
 
 class _Source:
-    """Where one gradient comes from: memory of its own, filled once."""
+    """Source of one parameter's gradient: a tensor that is allocated and filled once, and reused in every step."""
 
     hands_over = True
     """Whether hooks on the gradient hold compute up."""
@@ -218,14 +224,14 @@ class _Source:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The one that is in its place now: of a sharded block what was gathered."""
+        """The parameter that the module holds now; in a sharded block, the gathered one."""
         found: nn.Parameter = getattr(self._owner, self._name)
         return found
 
     def gradient(self) -> torch.Tensor:
-        """The gradient, when it is time: a tensor over the source's memory, which autograd takes for ``.grad`` as it is.
+        """Sleep until the gradient is due, and return it; autograd uses the tensor as ``.grad`` without a copy.
 
-        Whoever has written to the last one in place, as DDP does, finds this one as it should be.
+        If the last one was written to in place, as by DDP, its values are restored first.
         """
         if self._memory._version != self._version:  # noqa: SLF001  # see above; what shares the memory shares the version
             self._memory.fill_(self._number)
@@ -235,7 +241,10 @@ class _Source:
 
 
 class _Arrival(torch.autograd.Function):
-    """A link of the chain: its backward waits for a gradient and hands it to the parameter."""
+    """Autograd function of one gradient: its backward sleeps until the gradient is due, then gives it to the parameter.
+
+    A forward chains these functions, so that a backward runs them in the table's order of readiness.
+    """
 
     @staticmethod
     def forward(ctx: Any, passed: torch.Tensor, _parameter: nn.Parameter, source: _Source) -> torch.Tensor:

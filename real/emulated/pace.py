@@ -1,8 +1,8 @@
-"""Pace: when a step of emulated compute is where.
+"""Pace: the deadlines of emulated compute.
 
-Compute that is emulated sleeps to deadlines that are fixed once a step has begun, so that what a
-layer is late by is gone by the next one: lateness does not add up over layers. Nor over steps, where a host runs ahead of its
-device: a step begins when the device is free for it, though the host is a little later.
+Emulated compute sleeps until deadlines that are fixed once a step has begun. A layer that ends late does not delay the
+next one, so lateness does not add up over layers. Nor does it add up over steps if the host runs ahead of its device: a
+step begins when the device is free, even if the host comes a little later.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from fleetbench.staleness import quantiles_of
 from fleetbench.stragglers import stretch
 
 _BLINK_NS = 100_000
-"""Who waits for less has not waited: what it waited for was there."""
+"""Shortest wait that counts: after a shorter one, what the host waited for was already there."""
 Nanoclock = Callable[[], int]
 Sleep = Callable[[float], None]
 
@@ -38,24 +38,26 @@ def lateness_of(ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> dict[
 
 
 class Pace:
-    """The deadlines of one trainer's steps.
+    """Deadlines of one trainer's steps, until which emulated compute sleeps.
 
-    A step: ``begin``, with its X; then ``reach`` for one mark after the other, in ns of undisturbed compute
-    from the forward's start, which returns when round((1 + X) mark) ns have passed since ``begin``; and
-    ``finish`` at the last. What a thread does between two marks (hooks, packing, starting a collective) is
-    hidden in the compute that goes on in the meantime, as on a device that computes by itself, unless it takes
-    longer than that. With ``holds_up`` it is not hidden: all later deadlines of the step move by it, as
-    where a collective blocks the only stream. What it does between two steps is hidden in the second one, up to ``lead_ns``,
-    if waits for other trainers are told by ``stalled``.
+    A step is one ``begin``, a ``reach`` for every mark, and a ``finish`` at the last. A mark is a point of the step's
+    compute, in ns since the start of the forward if nothing slows it. ``reach`` returns round((1 + X) mark) ns after
+    ``begin``, where X is the step's straggler delay as a share of compute.
+
+    Between two marks, the thread runs hooks, packs buckets and starts collectives. As on a device that computes by
+    itself, this work costs no time unless it outlasts the compute up to the next mark. With ``holds_up``, work after a
+    mark that ``hands_over`` delays all later deadlines of the step, as if a collective blocked the only stream. Work
+    between two steps is hidden by the second one, up to ``lead_ns``, if the caller reports waits for other trainers
+    with ``stalled``.
     """
 
     def __init__(
         self, *, holds_up: bool = False, lead_ns: int = 0, clock: Nanoclock = time.monotonic_ns, sleep: Sleep = time.sleep
     ) -> None:
         self.layers: Counter[int] = Counter()
-        """How often each whole number of microseconds was a mark of the counted steps missed by."""
+        """Number of marks in counted steps by lateness, in whole microseconds."""
         self.steps: Counter[int] = Counter()
-        """How often the last mark of a counted step was missed by each whole number of microseconds."""
+        """Number of counted steps by the lateness of their last mark, in whole microseconds."""
         self.begun = False
         """Whether a step has begun and not finished."""
         self._holds_up = holds_up
@@ -99,7 +101,10 @@ class Pace:
         self.begun = False
 
     def ready(self) -> int:
-        """When the device takes what it is given now: it was, if it is free since less than ``lead_ns``, given ahead of time."""
+        """Return the time in ns at which the device starts on work given now.
+
+        That is when it becomes free, or ``lead_ns`` ago if that is later: the host counts as so far ahead.
+        """
         return self._clock() if self._free_ns is None else max(self._free_ns, self._clock() - self._lead_ns)
 
     def stalled(self, begin_ns: int, end_ns: int) -> None:

@@ -1,11 +1,9 @@
 """Engine: executes a strategy's operations on a model and an optimizer, through their hooks.
 
 The engine decides nothing: it tells the strategy what happened, and runs its answers. torch's Reducer finds out when a
-bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one trainer. A step: ``idle`` ->
-``forward`` (begun by the model's forward) -> ``backward`` (buckets become ready; at its end the engine waits for the
-collectives, so that ``.grad`` holds averages when ``backward()`` returns) -> ``update`` (the optimizer's step, and the
-operations after it) -> ``idle``. A backward inside ``no_sync`` only leaves its gradients in ``.grad``: ``forward`` ->
-``kept`` -> ``forward``. Another backward before the update takes the strategy back to the step's begin, and repeats the exchange.
+bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one trainer. A forward begins a
+step (``Phase``). At the end of its backward the engine waits for the collectives, so that ``.grad`` holds averages when
+``backward()`` returns. Another backward before the update takes the strategy back to the step's begin, and repeats the exchange.
 
 The first update's plan takes the gradients in reverse registration order; hooks note the order in which they become
 ready. Rank 0's order is then broadcast, and all ranks keep the plan that they build from it.
@@ -45,6 +43,7 @@ from real.compute.living import living_hook, weakly
 from real.engine.executor import Carried, Executor, started
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
+from real.engine.phase import Phase
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
@@ -86,7 +85,7 @@ class Engine:
     """Called when the backward's computation has ended, before the engine waits for collectives."""
     on_failure: Callable[[BaseException], None] | None = None
     """Called with an exception that a step raised: the trainers are at different places from then on."""
-    _behind = "idle"
+    _behind = Phase.IDLE
     """Phase in which the backward under way began."""
     _comes = False
     """Whether the backward under way leaves gradients, unlike ``torch.autograd.grad``."""
@@ -122,7 +121,7 @@ class Engine:
         self.step, self._record = first_step - 1, record
         self._initial: State | None = None
         self._planning = Planning(model, self._parameters, strategy, communicators, trainers_per_node, forecast)
-        self._phase = "idle"
+        self._phase = Phase.IDLE
         self._nodes = nodes_of(self._members)
         self._unused: list[str] = []
         """Names of parameters without a gradient in the backward under way, if the strategy looks for them."""
@@ -260,7 +259,7 @@ class Engine:
 
         If it, or one before it that had no backward yet, runs outside of ``no_sync``, the backward exchanges.
         """
-        self._keeps = not synced and not (self._phase == "forward" and not self._keeps)
+        self._keeps = not synced and not (self._phase == Phase.FORWARD and not self._keeps)
 
     def end_epoch(self) -> None:
         """The data of an epoch are used up; every trainer says so after the same step."""
@@ -297,7 +296,7 @@ class Engine:
             self._decider = self._decide(order, None, carried)
             self._decider.state = progress.state
             self._planning.order = dict(progress.order)
-        self.step, self._phase = progress.state.next_step - 1, "idle"
+        self.step, self._phase = progress.state.next_step - 1, Phase.IDLE
         self._num_moves += 1
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -380,9 +379,9 @@ class Engine:
         if not torch.is_grad_enabled() or not self.model.training:
             return
         self._updates.end_open()
-        if self._phase == "kept":
-            self._phase = "forward"
-        if self._phase == "idle":
+        if self._phase == Phase.KEPT:
+            self._phase = Phase.FORWARD
+        if self._phase == Phase.IDLE:
             self._begin_step()
         elif self._was_synced and self._decider.strategy.closes(self._decider.state):
             self.executor.forward_goes_on()
@@ -394,7 +393,7 @@ class Engine:
             refuse_frozen(self._parameters)
         refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
         self.take_over(looks=self._decider.state.step is None)
-        self._phase = "forward"
+        self._phase = Phase.FORWARD
         self.step += 1
         self._next_bucket = 0
         self._updates.begin()
@@ -410,7 +409,7 @@ class Engine:
     def _forward_ends(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
-        if self.model.training and self._phase in ("forward", "kept", "update"):
+        if self.model.training and self._phase in (Phase.FORWARD, Phase.KEPT, Phase.UPDATE):
             self.stopwatch.forward_ends()
             self._was_synced = not self._keeps
         reducer = self._reducer if self.executor.combination.finds_unused else None
@@ -425,30 +424,30 @@ class Engine:
 
     def hear_backward(self) -> None:
         """Take the first gradient as the begin of a backward, for outputs without tensors and backwards within the forward."""
-        if self._phase in ("forward", "kept", "update"):
+        if self._phase in (Phase.FORWARD, Phase.KEPT, Phase.UPDATE):
             self.stopwatch.forward_ends()
         if self._hidden is None:
             self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
 
     def _backward_begins(self, _gradient: torch.Tensor | None = None, num_moves: int | None = None) -> None:
         """A backward has reached an output of the model; ``num_moves``: the engine's count when the forward ran."""
-        if self._phase == "backward":
+        if self._phase == Phase.BACKWARD:
             return
         if num_moves not in (None, self._num_moves):
             refuse_late()
         if self._hidden is not None:
             self._hidden.remove()
             self._hidden = None
-        if self._phase == "idle":  # a forward in evaluation mode
+        if self._phase == Phase.IDLE:  # a forward in evaluation mode
             self._begin_step()
         if self._keeps:
-            if self._phase == "update":
+            if self._phase == Phase.UPDATE:
                 self._begin_again(dropped=False)
-            self._phase, self._holds = "kept", True
+            self._phase, self._holds = Phase.KEPT, True
             return
-        self._behind, self._phase = self._phase, "backward"
+        self._behind, self._phase = self._phase, Phase.BACKWARD
         is_alone = self.executor.combination.is_local and not self._is_passed
-        self._dropped = self._behind == "update" and is_alone and is_cleared(self._members)
+        self._dropped = self._behind == Phase.UPDATE and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
         self._comes = False
@@ -466,8 +465,8 @@ class Engine:
     def _backward_comes(self) -> None:
         """The backward under way turns out to leave gradients."""
         self._comes = True
-        if self._behind == "update":
-            self._behind = "forward"
+        if self._behind == Phase.UPDATE:
+            self._behind = Phase.FORWARD
             self._begin_again(dropped=self._dropped)
 
     def _begin_again(self, *, dropped: bool) -> None:
@@ -482,7 +481,7 @@ class Engine:
     def _is_final(self, name: str, parameter: torch.Tensor) -> None:
         """Note when a gradient is final, until the plan is settled."""
         refuse_unknown_sparse(name, parameter.grad, self._planning.sparse)
-        if self._phase == "backward":
+        if self._phase == Phase.BACKWARD:
             self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
 
     def _bucket_comes(self, bucket: GradBucket) -> None:
@@ -529,7 +528,7 @@ class Engine:
         self._start_last()
         unused = tuple(sorted(self._unused))
         requests = self._tell(BackwardEnd(unused=unused))
-        self._phase = "update"
+        self._phase = Phase.UPDATE
         self.executor.end_backward(requests, unused, self.loss_scale)
 
     def _rests(self, _optimizer: torch.optim.Optimizer) -> bool:
@@ -544,7 +543,7 @@ class Engine:
         self.stopwatch.update_ends()
         self._note_round(self._before[0])
         self.note_parameters()
-        self._phase = "idle"
+        self._phase = Phase.IDLE
         state = self._decider.state
         if self._initial is None and not state.merged and state.flight is None:  # what waits lies in this plan's buckets
             self._planning.settle()
@@ -556,10 +555,10 @@ class Engine:
 
         ``may_wait``: gradients that backwards inside ``no_sync`` have left in ``.grad`` do not count.
         """
-        if self._phase == "update":
+        if self._phase == Phase.UPDATE:
             return is_dropped(self.executor.combination, self._members)
         holds = self._holds and not may_wait
-        return self._phase in ("forward", "kept") and not (holds and not is_cleared(self._members))
+        return self._phase in (Phase.FORWARD, Phase.KEPT) and not (holds and not is_cleared(self._members))
 
     def _between(self, where: str, *, may_wait: bool = False) -> bool:
         """End an open update. Returns whether a step has begun in vain; raises ``ConfigError`` in the middle of another one."""

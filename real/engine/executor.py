@@ -96,7 +96,8 @@ class Executor:
         self._requests: Requests = iter(())
         self._losses: Sequence[float] = ()
         self._taken: list[Marks] = []
-        """The gradients of each optimizer that an update in the backward has used."""
+        """Marks of each optimizer's gradients, taken after a backward in which updates ran; empty otherwise.
+        ``begin_update`` checks that the gradients have not changed since."""
         self._release_statistics: Callable[[], None] | None = None
         self._row_bytes: list[int] = []
         self._used = set(carried.used)
@@ -117,7 +118,7 @@ class Executor:
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
         """Ids of buckets whose distances were packed and are not merged yet."""
         self.is_plain = exchanges_plainly(self._plan, self.combination)
-        """Every bucket's start is one all-reduce of its gradients and nothing else; see ``start_plain``."""
+        """Whether all that is done for a ready bucket is one all-reduce of its gradients; see ``start_plain``."""
         self._in_turn = communicators.in_turn if self.is_plain and any(one.after for one in self._plan.exchange) else None
         self._plain: list[Ticket] = []
         """All-reduces under way whose operations have no ids yet, by bucket."""
@@ -125,15 +126,15 @@ class Executor:
 
     @property
     def has_parted(self) -> bool:
-        """Whether this trainer's parameters have left the values that deltas are measured from.
+        """Whether this trainer's parameters differ from the values that deltas are measured from.
 
-        With one trainer they do so under an outer optimizer or in fragments alone.
+        With one trainer, this is only possible under an outer optimizer or with fragments.
         """
         return (self._communicators.trainers > 1 or self.steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
     def parts(self) -> bool:
-        """Whether this trainer's parameters leave what trainers agreed on."""
+        """Whether updates move this trainer's parameters away from the values that all trainers last agreed on."""
         return self.combination.is_local and (self._communicators.trainers > 1 or self.steps_outside)
 
     @property
@@ -143,7 +144,10 @@ class Executor:
 
     @property
     def _merges_unused(self) -> bool:
-        """Whether a parameter's use is looked for in several steps; in that of one backward it is by the Reducer."""
+        """Whether the executor collects, over all steps of an update, which parameters were used.
+
+        Within a single backward, the Reducer finds the unused ones.
+        """
         return self.combination.merges and (self.combination.finds_unused or self.combination.is_local)
 
     @property
@@ -153,7 +157,10 @@ class Executor:
 
     @property
     def steps_outside(self) -> bool:
-        """Whether what trainers agree on is more than the average of their parameters."""
+        """Whether trainers agree on something other than their parameters' plain average.
+
+        They do so under an outer optimizer or with fragments.
+        """
         return self.combination.outer is not None or self.combination.fragments is not None
 
     def averages(self) -> dict[str, torch.Tensor]:
@@ -221,7 +228,7 @@ class Executor:
         return 0 if self.buffers_from is None else self.buffers_from()
 
     def begin_again(self, operations: Operations = ()) -> None:
-        """The step's exchange begins again, after another that came to its end; the loss that was told stays."""
+        """Reset the exchange so that another can begin; the loss that was reported stays."""
         self.release_statistics()
         self._tickets.clear()
         self._plain.clear()

@@ -15,6 +15,7 @@ from real.engine.buckets import GradientBucket
 from real.engine.engine import Engine
 from real.engine.executor import started
 from real.engine.gradients import is_cleared
+from real.engine.phase import Phase
 from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
 
 
@@ -62,7 +63,7 @@ class FleetEngine(Engine):
         """Another model was updated after the backward with autograd's number ``task``."""
         what = self.executor.combination
         takes_back = not (what.merges or what.updates_by_bucket or what.scales)
-        self._is_passed |= takes_back and (self._phase, self._task) == ("update", task)
+        self._is_passed |= takes_back and (self._phase, self._task) == (Phase.UPDATE, task)
 
     def begin_uneven(self, where: str) -> None:
         """Settle the plan before trainers with unequally many batches differ in their steps."""
@@ -75,17 +76,17 @@ class FleetEngine(Engine):
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward is under way that has come to this model."""
-        return self._phase == "backward"
+        return self._phase == Phase.BACKWARD
 
     @property
     def is_exchanging(self) -> bool:
         """Whether a backward is under way, some of whose gradients are not on their way yet."""
-        return self._phase == "backward" and 0 < self._next_bucket < len(self.plan.buckets)
+        return self._phase == Phase.BACKWARD and 0 < self._next_bucket < len(self.plan.buckets)
 
     def shadow_backward(self) -> None:
         """Take part, with zeros, in a backward of the trainers that have data; nothing of it stays."""
         mark, gradients, storage = self._decider.mark(), [parameter.grad for parameter in self._members], self.executor.storage
-        if self._phase != "idle":
+        if self._phase != Phase.IDLE:
             self._decider.rewind(self._before)
         for parameter in self._members:
             parameter.grad = None
@@ -106,14 +107,14 @@ class FleetEngine(Engine):
 
     def end_uneven(self, source: int) -> None:
         """Take the parameters, buffers and training state of rank ``source``, on every rank."""
-        state = self._decider.state if self._phase == "idle" else self._before[0]
+        state = self._decider.state if self._phase == Phase.IDLE else self._before[0]
         buffers = self.model.buffers() if self.plan.buffers_nbytes else ()
         for tensor in (*self.model.parameters(), *buffers):
             self.communicators.broadcast(tensor.detach(), source=source)
         if self.meeting is not None:
             told = self.meeting.texts(json.dumps(state.to_dict()))
             self._decider.state = State.from_dict(json.loads(told[source]))
-            self.step, self._phase = self._decider.state.next_step - 1, "idle"
+            self.step, self._phase = self._decider.state.next_step - 1, Phase.IDLE
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that this engine trains."""
@@ -126,7 +127,7 @@ class FleetEngine(Engine):
         """Whether this one, of several models, steps others than this one, which has no gradients now."""
         what = self.executor.combination
         is_shared = any(engine is not self and any(own is optimizer for own in engine.optimizers) for engine in self._company)
-        if self._phase not in ("idle", "forward", "kept") or not is_shared:
+        if self._phase not in (Phase.IDLE, Phase.FORWARD, Phase.KEPT) or not is_shared:
             return False
         return is_cleared(self._members) if what.leaves_averages else all(parameter.grad is None for parameter in self._members)
 
@@ -147,7 +148,7 @@ class FleetEngine(Engine):
     def _between(self, where: str, *, may_wait: bool = False) -> bool:
         """A step whose backward was another model's has not begun, and one that some optimizers have made is over."""
         self._updates.end_open()
-        if self._is_passed and self._phase == "update":
+        if self._is_passed and self._phase == Phase.UPDATE:
             self._take_back()
         return super()._between(where, may_wait=may_wait)
 
@@ -169,4 +170,4 @@ class FleetEngine(Engine):
         """The step under way has not begun; gradients stay where they are."""
         self._decider.rewind(self._before)
         self.executor.begin_again()
-        self.step, self._phase, self._is_passed = self.step - 1, "idle", False
+        self.step, self._phase, self._is_passed = self.step - 1, Phase.IDLE, False

@@ -18,7 +18,8 @@ COUNT = attrgetter("_version")
 
 
 Marks = tuple[list[torch.Tensor], list[int], torch.Tensor]
-"""Gradients, their numbers of in-place writes, and sums and norms of their values as bits."""
+"""Fingerprint of gradients: the tensors; their numbers of in-place writes (empty without buckets); and the FP64 sum and
+norm of each gradient or bucket, as int64 bits of shape ``(2 * num,)``."""
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -38,9 +39,10 @@ def shard_of(tensor: Any) -> torch.Tensor:
 
 
 def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
-    """Whether the gradients of a backward are thrown away, and its step never was: cleared, or no numbers, which a GradScaler leaves out.
+    """Whether a backward's gradients are discarded, so that its step does not count.
 
-    This is only asked if a second backward could replace them.
+    That is the case if they were cleared, or are not finite, so that a GradScaler skips the step. This is only
+    asked if a second backward could replace them.
     """
     if not what.leaves_averages:
         return False
@@ -48,12 +50,12 @@ def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
 
 
 def versions(gradients_of: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Which gradients there are, and how often each was written to."""
+    """Return the ``id`` and the number of in-place writes of every gradient that is not None."""
     return [(id(gradient), COUNT(gradient)) for own in gradients_of if (gradient := own.grad) is not None]
 
 
 def is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
-    """Whether no parameter has a gradient but zeros."""
+    """Whether every parameter's gradient is None or all zeros."""
     return not any(values.any() for values in _values(gradients_of))
 
 
@@ -64,10 +66,11 @@ def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def marks_of(gradients_of: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor] | None, device: torch.device) -> Marks:
-    """Marks by which ``are_same`` finds changed gradients; ``buckets``: flat tensors of all values, if there are.
+    """Return marks from which ``are_same`` tells whether gradients changed.
 
-    Sums and norms show what ``torch.amp.GradScaler`` and ``grad.data.mul_()`` write without being counted; they are
-    bits, so that NaNs equal themselves. Of buckets they stay when others than these parameters clear their gradients.
+    ``buckets``: flat tensors that hold all gradients' values, if there are any. Sums and norms reveal writes that
+    torch does not count, as by ``torch.amp.GradScaler`` and ``grad.data.mul_()``. They are compared as bits, so that
+    NaN equals NaN. Those of buckets do not change if the gradients of other parameters are cleared.
     """
     gradients = [gradient for parameter in gradients_of if (gradient := parameter.grad) is not None]
     values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # torch documents it
@@ -97,7 +100,10 @@ class Averaged:
         self._noted = [*zip(map(weakref.ref, gradients), map(COUNT, gradients), strict=True)]  # in C: each step does it
 
     def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
-        """Whether there are gradients, and none was written to since, but to clear it, as a backward that is not heard of does."""
+        """Whether gradients exist, and none was written to since ``note``, except to clear it.
+
+        A backward that the engine does not hear of writes to them.
+        """
         noted = {id(own): version for kept, version in self._noted if (own := kept()) is not None}
         changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != COUNT(own)]
         return any(parameter.grad is not None for parameter in gradients_of) and is_cleared(changed)

@@ -5,9 +5,11 @@ registered; then it is rank 0's observed order, which all ranks plan by.
 """
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ from real.engine.buckets import ModelBuffers, dense_strides
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
+_WIDTH, _FEW = 128, 10  # of matrices that are multiplied beside an all-reduce, and so many products are timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +39,11 @@ class Progress:
     order: Mapping[str, int]
     """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
     settled: bool = False
-    """Whether the plan in force was made from that order, and stays."""
+    """Whether the current plan was made from that order, and is final."""
     cost: Cost | None = None
     """Cost of an all-reduce that the plan was made with, in ns and ns per byte."""
     plan: str | None = None
-    """Digest of the plan in force; none where going on makes another."""
+    """Digest of the current plan; None if the engine that continues will make another plan."""
 
 
 class Planning:
@@ -82,7 +85,7 @@ class Planning:
         self._forecast_ready: Mapping[str, int] | None = ready
 
     def lines(self) -> list[str]:
-        """A line for each parameter and buffer, with all that must be the same on every rank; as must their order."""
+        """Return a line for each parameter and buffer; the lines and their order must be the same on every rank."""
         trained = self._parameters
         found = []
         for name, tensor in self._model.named_parameters():
@@ -102,7 +105,7 @@ class Planning:
         return [f"buffer {name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in self._model.named_buffers()]
 
     def registered(self) -> list[str]:
-        """The order that is taken before one is known."""
+        """Return the order to plan by before any is observed: names of parameters, last registered first."""
         return list(self._parameters)[::-1]
 
     def plan(self, order: Sequence[str]) -> Plan:
@@ -120,7 +123,10 @@ class Planning:
         return build_plan(self._strategy, gradients, self.setting)
 
     def settle(self) -> None:
-        """Take rank 0's order of readiness; with a forecast a fusion by cost takes its times. Every rank calls it."""
+        """Adopt rank 0's order of readiness. Every rank calls it.
+
+        A strategy that fuses by cost uses the forecast's times of readiness instead, if there is a forecast.
+        """
         names = list(self._parameters)
         missing = [name for name in reversed(names) if name not in self.order]
         self.order |= dict.fromkeys(missing, max(self.order.values(), default=0))
@@ -133,7 +139,10 @@ class Planning:
             self.order = dict(sorted(((name, known.get(name, ready)) for name, ready in self.order.items()), key=lambda item: item[1]))
 
     def resume(self, progress: Progress, where: str) -> list[str]:
-        """Know what another planning knew; returns the order to plan by. Raises ``ConfigError`` where another plan would come of it."""
+        """Restore the order and the cost from ``progress``, and return the order to plan by.
+
+        Raises ``ConfigError`` if the plan would differ from the one in ``progress``.
+        """
         before = self.order, self.setting
         self.order = dict(progress.order) if progress.settled else {}
         self.setting = dataclasses.replace(self.setting, cost=progress.cost or self.setting.cost)
@@ -148,21 +157,42 @@ class Planning:
 
 
 def measured_cost(communicators: Communicators) -> Cost:
-    """Cost of an all-reduce on communicator 0, from a small and a large one that are timed; rank 0's cost, on every rank."""
-    medians = []
-    for nbytes in (_SMALL, _LARGE):
-        tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=communicators.device)
-        times_ns = []
-        for _ in range(_REPEATS):
-            begin = time.monotonic_ns()
-            communicators.lane(0).submit(lambda tensor=tensor: communicators.all_reduce(tensor, "mean"), ()).wait()  # type: ignore[misc]  # a default binds the loop's variable
-            with host_reads():
-                float(tensor[0])  # the host waits for the device
-            times_ns.append(time.monotonic_ns() - begin)
-        medians.append(sorted(times_ns)[_REPEATS // 2])
-    per_byte = max(0.0, (medians[1] - medians[0]) / (_LARGE - _SMALL))
-    found = torch.tensor([max(0.0, medians[0] - per_byte * _SMALL), per_byte], dtype=torch.float64, device=communicators.device)
+    """Cost of an all-reduce on communicator 0, from a small and a large one that are timed; rank 0's cost, on every rank.
+
+    On a CPU, compute as long as the large one runs beside it. Together they take from once to twice as long as one, by which each is
+    taken to slow the other.
+    """
+    device = communicators.device
+    small, large = (torch.zeros(nbytes // 4, device=device) for nbytes in (_SMALL, _LARGE))
+    start_ns, small_ns = _medians(communicators, small)
+    _, large_ns = _medians(communicators, large)
+    per_byte = max(0.0, (large_ns - small_ns) / (_LARGE - _SMALL))
+    slowdown = 0.0
+    if device.type == "cpu":
+        _, few_ns = _medians(communicators, None, _FEW)
+        products = max(1, round(_FEW * large_ns / max(1.0, few_ns)))
+        slowdown = min(1.0, max(0.0, _medians(communicators, large, products)[1] / max(1.0, large_ns) - 1.0))
+    found = torch.tensor([max(0.0, small_ns - per_byte * _SMALL), per_byte, start_ns, slowdown], dtype=torch.float64, device=device)
     communicators.broadcast(found)
     with host_reads():
-        latency_ns, ns_per_byte = found.tolist()
-    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte)
+        latency_ns, ns_per_byte, start_ns, slowdown = found.tolist()
+    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte, start_ns=start_ns, compute_slowdown=slowdown, own_slowdown=slowdown)
+
+
+def _medians(communicators: Communicators, tensor: torch.Tensor | None, products: int = 0) -> tuple[float, float]:
+    """Medians of the nanoseconds to start an all-reduce of ``tensor``, and until it and ``products`` of small matrices have ended."""
+    factor, starts, ends = torch.zeros(_WIDTH, _WIDTH), [], []
+    for _ in range(_REPEATS):
+        with host_reads():
+            communicators.barrier()
+        begin = time.monotonic_ns()
+        ticket = None if tensor is None else communicators.lane(0).submit(partial(communicators.all_reduce, tensor, "mean"), ())
+        starts.append(time.monotonic_ns() - begin)
+        for _ in range(products):
+            torch.mm(factor, factor)
+        if ticket is not None:
+            ticket.wait()
+            with host_reads():
+                float(tensor[0])  # type: ignore[index]  # the host waits for the device
+        ends.append(time.monotonic_ns() - begin)
+    return statistics.median(starts), statistics.median(ends)

@@ -14,6 +14,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.strategy import DistributedStrategy
+from real.engine.phase import Phase
 from real.engine.reducer import PlannedReducer
 
 WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
@@ -239,9 +240,9 @@ def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) 
         raise ConfigError(what, "the model", f"{first.dtype} on {first.device}, before {dtype} on {device}", hint)
 
 
-def refuse_unfinished(phase: str, rank: int) -> None:
+def refuse_unfinished(phase: Phase, rank: int) -> None:
     """Raise ``ConfigError`` at a forward that comes in the middle of a backward."""
-    if phase == "backward":
+    if phase == Phase.BACKWARD:
         hint = "after an exception in a backward trainers are at different places: end the script, and go on from a checkpoint"
         raise ConfigError("the last backward did not come to its end", f"rank {rank}", hint=hint)
 
@@ -326,15 +327,15 @@ def refuse_arguments(given: Sequence[Any], what: Combination | None = None) -> N
         raise ConfigError(f"must be called without arguments: {why}", "optimizer.step()", shown, hint)
 
 
-def refuse_update(phase: str, members: Sequence[nn.Parameter], model: nn.Module) -> None:
+def refuse_update(phase: Phase, members: Sequence[nn.Parameter], model: nn.Module) -> None:
     """Raise ``ConfigError`` where an optimizer's step would not be the strategy's update."""
-    if phase == "kept":
+    if phase == Phase.KEPT:
         what = "the gradients are this trainer's alone: the last backward of this step was inside no_sync"
         hint = "leave fleet.no_sync() before the last backward of a step"
         raise ConfigError(what, "optimizer.step()", hint=hint)
-    if phase in ("forward", "backward"):
+    if phase in (Phase.FORWARD, Phase.BACKWARD):
         raise ConfigError("the optimizer steps before a backward has ended", "optimizer.step()", hint="call loss.backward() first")
-    if phase == "idle" and any(parameter.grad is not None for parameter in members):
+    if phase == Phase.IDLE and any(parameter.grad is not None for parameter in members):
         raise ConfigError("no backward has come since the last step", "optimizer.step()", hint=_way_out(model))
 
 
@@ -346,9 +347,9 @@ def refuse_nonlinear(strategy: DistributedStrategy, optimizer: torch.optim.Optim
         raise ConfigError(what, "fleet.distributed_optimizer", type(optimizer).__name__, hint)
 
 
-def refuse_in_step(phase: str, where: str) -> None:
+def refuse_in_step(phase: Phase, where: str) -> None:
     """Raise ``ConfigError`` for what belongs between two steps."""
-    if phase != "idle":
+    if phase != Phase.IDLE:
         way = "skip its backward, or run that inside fleet.no_sync() and clear the gradients"
         hint = f"call it after optimizer.step(); to leave a batch out, {way}"
         raise ConfigError("comes in the middle of a step", where, hint=hint)

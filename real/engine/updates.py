@@ -15,6 +15,7 @@ from fleetbench.plan.combination import Combination
 from real.compute.living import weakly
 from real.engine.executor import Executor
 from real.engine.gradients import Averaged
+from real.engine.phase import Phase
 from real.engine.refusals import (
     fields_of,
     given_of,
@@ -44,7 +45,7 @@ class Updates:
         parameters: Mapping[str, nn.Parameter],
         stopwatch: Stopwatch,
         executor: Callable[[], Executor],
-        phase: Callable[[], str],
+        phase: Callable[[], Phase],
         rests: Callable[[Optimizer], bool],
         ends: Callable[[], None],
     ) -> None:
@@ -106,7 +107,7 @@ class Updates:
 
     def end_open(self) -> None:
         """End an update that not all optimizers have had a part in: what comes now belongs to no step, or the next."""
-        if self._phase() != "update":
+        if self._phase() != Phase.UPDATE:
             return
         if not self._what.leaves_averages:
             self.refuse_partial()
@@ -143,10 +144,10 @@ class Updates:
         if not any(map(callable, given)):
             self._refuse_unready()
         refuse_scaler(self._what)
-        if self._phase() == "update":
+        if self._phase() == Phase.UPDATE:
             self.refuse_partial(again=optimizer)
             self._update_begins()
-        if self._phase() == "update" or self._what.leaves_averages:
+        if self._phase() == Phase.UPDATE or self._what.leaves_averages:
             self._executor().begin_update(optimizer)
 
     def _step_ends(self, optimizer: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -156,7 +157,7 @@ class Updates:
         self._executor().end_update(optimizer)
         if any(map(callable, given_of(arguments, named))):  # a closure has run the backward
             self._refuse_unready()
-        if self._phase() != "update":
+        if self._phase() != Phase.UPDATE:
             return
         self._update_begins()
         if not _is_in(optimizer, self._stepped):
@@ -167,8 +168,8 @@ class Updates:
     def _refuse_unready(self) -> None:
         """Raise ``ConfigError`` unless gradients are the strategy's, or still the averages of the last update."""
         phase = self._phase()
-        if phase != "update" and not (
-            phase not in ("kept", "backward") and self._what.leaves_averages and self._averaged.has(self._members)
+        if phase != Phase.UPDATE and not (
+            phase not in (Phase.KEPT, Phase.BACKWARD) and self._what.leaves_averages and self._averaged.has(self._members)
         ):
             refuse_update(phase, self._members, self._model)
 
@@ -181,7 +182,7 @@ class Updates:
         if self._others.pop(id(optimizer), None) != self._num_steps:
             return
         what = self._what
-        is_averaged = self._phase() not in ("kept", "backward") and not (what.is_local or what.merges or what.scales)
+        is_averaged = self._phase() not in (Phase.KEPT, Phase.BACKWARD) and not (what.is_local or what.merges or what.scales)
         refuse_other_optimizer(optimizer, self._parameters, self._model, is_averaged=is_averaged)
         if what.leaves_averages and not {*map(id, parameters_of([optimizer]))}.isdisjoint(map(id, self._members)):
             self._update_begins()

@@ -117,7 +117,7 @@ class JobFolder:
         (self.path / "abort").touch()
 
     def is_aborted(self) -> bool:
-        """Whether all must end at once: the driver says so, or has removed the folder."""
+        """Whether all ranks must end at once, because the driver called ``abort`` or removed the folder."""
         return (self.path / "abort").exists() or not self.legs.exists()
 
 

@@ -16,11 +16,12 @@ import pandas as pd
 
 from fleetbench.cluster import Link
 from fleetbench.fitting.lines import Hockney, fit_line
-from fleetbench.fitting.overlap import LEAST_TOGETHER, Exchange, Overlapped, Slowdowns, fit_slowdowns, fit_together
+from fleetbench.fitting.overlap import LEAST_TOGETHER, Slowdowns, fit_slowdowns, fit_together
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.build import Plan
 from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import LayerTable, scaled
+from fleetbench.plan.overlap import Exchange, Overlapped
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
 from fleetbench.result import RunResult, step_times
 from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
@@ -224,11 +225,9 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
     buckets = several.plan.buckets
     exchange = Exchange(
         ready_s=tuple(max(ready[name] for name in bucket.gradients) for bucket in buckets),
-        nbytes=tuple(bucket.nbytes for bucket in buckets),
+        takes_s=tuple(hockney.line.intercept + hockney.line.slope * bucket.nbytes for bucket in buckets),
         backward_s=table.backward_ns * 1e-9,
         start_s=starts.of(several.plan),
-        alpha_s=hockney.line.intercept,
-        beta_s=hockney.line.slope,
     )
     drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # nothing travels beside a forward
     measured = Overlapped(backward_s=typical_s(several, "backward_s") / drift, stall_s=typical(exchanges(several)) / drift)

@@ -191,7 +191,11 @@ def read_values(body: memoryview, like: torch.Tensor) -> torch.Tensor:
 
 
 def read_pull(answer: Answer, parameters: Parameters) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Read a pull in GeoSGD: dense numbers; and for each table the server's row numbers, and the rows' values."""
+    """Return what a server answers to a GeoSGD pull: its dense parameters, and the rows of each table.
+
+    Dense parameters are a vector. A table's rows are the server's numbers of them, ``(rows,)``, and their values,
+    ``(rows, width)``.
+    """
     parts = zip(parameters.tables, answer.tensors[1::2], answer.tensors[2::2], strict=True)
     tables = [(read_tensor(rows, ROW, (-1,)), read_values(values, table)) for table, rows, values in parts]
     return read_values(answer.tensors[0], parameters.flat), tables

@@ -31,30 +31,31 @@ class ServerReport:
 
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients by the number of updates between what they were computed from and their own; see ``busy_s`` for which of them."""
+    """Number of gradients by staleness: the updates made since the parameters that a gradient was computed from. It
+    covers the same period as ``busy_s``."""
     busy_s: float = 0.0
-    """Reading, updating and answering, from the first gradient on; where trainers say when steps begin to count, from then on."""
+    """Seconds spent reading, updating and answering since the first gradient, or since ``restart`` if it was called."""
     served_s: float = 0.0
-    """From the same moment to the last gradient."""
+    """Seconds from the same moment to the last gradient."""
     _since: float | None = None
     _is_restarted: bool = False
 
     def restart(self) -> None:
-        """Steps count from now on, once for all trainers: forget the load of before. What the job did in all stays."""
+        """Reset the load when counted steps begin; later calls do nothing. ``updates`` still counts the whole job."""
         if not self._is_restarted:
             self._is_restarted, self._since = True, time.monotonic()
             self.staleness.clear()
             self.busy_s = self.served_s = 0.0
 
     def gradient(self, staleness: int) -> None:
-        """One has come, computed from parameters that are so many updates old."""
+        """Count a gradient that was computed from parameters ``staleness`` updates old."""
         now = time.monotonic()
         self._since = self._since or now
         self.served_s = now - self._since
         self.staleness[staleness] += 1
 
     def worked(self, begin: float) -> None:
-        """From ``begin`` on the monotonic clock until now."""
+        """Add the time since ``begin``, in seconds on the monotonic clock, to ``busy_s``."""
         if self._since is not None:
             self.busy_s += time.monotonic() - begin
 

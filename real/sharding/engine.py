@@ -36,6 +36,7 @@ from real.compute.mixed_precision import unscale
 from real.engine.gradients import shard_of, tensors_of
 from real.engine.optimizers import OptimizerControl, hide
 from real.engine.outside import owners_of, refuse_replaced
+from real.engine.phase import Phase
 from real.engine.planning import Planning
 from real.engine.reducer import leaves_gradients, nodes_of
 from real.engine.refusals import (
@@ -109,7 +110,7 @@ class ShardedEngine:
         self.scale = self._what.scaler.start() if self._what.scaler else None
         sends = strategy.broadcast_buffers and planning.buffers.nbytes and not strategy.is_local
         self._buffers = planning.buffers if sends else None
-        self._phase, self._is_in_backward, self._keeps, self._was_synced = "idle", False, False, True
+        self._phase, self._is_in_backward, self._keeps, self._was_synced = Phase.IDLE, False, False, True
         self._overflows = False
         self._expected: tuple[bool, bool, bool] | None = None
         """Whether torch reduces gradients in the next backward, over replicas too, and frees parameters."""
@@ -151,7 +152,7 @@ class ShardedEngine:
     @property
     def num_done(self) -> int:
         """Steps that are done: a forward that no backward has followed makes none."""
-        return self.step - (self._phase == "forward")
+        return self.step - (self._phase == Phase.FORWARD)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -208,7 +209,7 @@ class ShardedEngine:
 
     def between_steps(self, where: str) -> None:
         """Raise ``ConfigError`` in the middle of a step, and of a gradient merge, whose sums torch keeps."""
-        refuse_in_step("idle" if self._phase == "forward" else self._phase, where)
+        refuse_in_step(Phase.IDLE if self._phase == Phase.FORWARD else self._phase, where)
         if self.merged:
             hint = "call it after the k-th batch of a gradient merge"
             raise ConfigError(
@@ -221,7 +222,7 @@ class ShardedEngine:
 
     def resume(self, step: int, epoch: int, scale: Scale | None) -> None:
         """Count on from there; ``scale``: of a training that scaled its loss."""
-        self.step, self.epoch, self._phase = step, epoch, "idle"
+        self.step, self.epoch, self._phase = step, epoch, Phase.IDLE
         if self.scale is not None and scale is not None:
             self.scale = scale
 
@@ -295,19 +296,19 @@ class ShardedEngine:
             self._expected = wanted
 
     def _forward_begins(self) -> None:
-        refuse_unfinished("backward" if self._is_in_backward else self._phase, self.communicators.rank)
+        refuse_unfinished(Phase.BACKWARD if self._is_in_backward else self._phase, self.communicators.rank)
         if torch.is_inference_mode_enabled() and len(self._nodes) < len(self.parameters):
             what = "runs the first forward, where torch makes what training writes to"
             hint = "evaluate under torch.no_grad(), or train a step before"
             raise ConfigError(what, "torch.inference_mode", hint=hint)
-        if torch.is_grad_enabled() and self._phase == "idle":
+        if torch.is_grad_enabled() and self._phase == Phase.IDLE:
             self._begin_step()
         if self._buffers is not None and self._was_synced and not self.merged:  # as under DDP
             with self.stopwatch.waits():
                 self._buffers.send(self.communicators)
 
     def _begin_step(self) -> None:
-        self._phase = "forward"
+        self._phase = Phase.FORWARD
         self.step += 1
         self.stopwatch.begin_step(self.step)
         if self.on_step is not None:
@@ -361,9 +362,9 @@ class ShardedEngine:
         if self._is_in_backward or not leaves_gradients(self._nodes.values()):
             return
         refuse_graph_of_gradients(exchanges=True)
-        if self._phase == "idle":
+        if self._phase == Phase.IDLE:
             self._begin_step()
-        if self._phase == "update" and not self._keeps:
+        if self._phase == Phase.UPDATE and not self._keeps:
             refuse_again(self._what, is_attached=self._optimizer is not None, dropped=False)
         self._is_in_backward = True
         self._show()
@@ -387,7 +388,7 @@ class ShardedEngine:
         self.stopwatch.backward_ends()
         if self.stopwatch.keep:
             self.stopwatch.sends(self._bytes_sent())
-        self._phase = "kept" if self._keeps else "update"
+        self._phase = Phase.KEPT if self._keeps else Phase.UPDATE
         exchanges = self._expected is not None and self._expected[0]
         if exchanges and (missing := [name for name in self.parameters if name not in self._reached]):
             hint = "let the loss reach it on every rank, or freeze it before fleet.distributed_model"
@@ -417,21 +418,21 @@ class ShardedEngine:
     def _step_begins(self, _: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         refuse_arguments(given_of(arguments, named), self._what)
         refuse_scaler(self._what)
-        if self._phase == "kept" or (self._phase != "update" and not self._what.leaves_averages):
+        if self._phase == Phase.KEPT or (self._phase != Phase.UPDATE and not self._what.leaves_averages):
             refuse_update(self._phase, [*self.parameters.values()], self.model)
         self._control.begin(updates=self._closes and not self._overflows)
         self.stopwatch.update_begins()
 
     def _step_ends(self, *_: Any) -> None:
         self._control.end()
-        if self._phase == "update":
+        if self._phase == Phase.UPDATE:
             if self.rounds is not None:
                 self.rounds.step_ends(self.step, overflows=self._overflows)
             elif self._closes:
                 self.stopwatch.closes_round(1)
             self.stopwatch.update_ends()
             self.num_updates += self._closes and not self._overflows
-            self._phase = "idle"
+            self._phase = Phase.IDLE
             self.merged = 0 if self._closes else self.merged + 1
         if not self.merged:
             self.reshard()

@@ -24,7 +24,7 @@ class Rounds:
     def __init__(
         self, decider: Decider, shards: Sequence[Sequence[torch.Tensor]], communicators: Communicators, stopwatch: Stopwatch
     ) -> None:
-        """``shards``: by bucket, this trainer's parts of its parameters, which are changed in place."""
+        """``shards``: this trainer's parts of the parameters of each bucket; averaging changes them in place."""
         self.decider, self._shards, self._communicators, self._stopwatch = decider, shards, communicators, stopwatch
         self._what: Combination = decider.strategy.combination
         self.agreed = [_flat(own) for own in shards]

@@ -105,7 +105,7 @@ class Engine:
         self._heads_ns = fetch_ns + int(table.load) + int(table.read)
         """From a step's start to its forward, without loaders."""
         self._last_read_ns = int(table.fetch) if len(step) % scenario.fetch_every == 0 else 0
-        """Reading back results at the end of the last step."""
+        """Time to read back results at the end of the last step, in ns; 0 if none are due then."""
         self._loaders = StepHead(table, scenario.fetch_every, 0, np.maximum) if table.loaders else None
         """With them a head follows from steps before it."""
         self._slowest = math.ceil(1 + max(table.contention, table.collective_contention))

@@ -34,7 +34,7 @@ class Prepared:
     """An experiment's data, below ``folder``, its initial model, and all trainers' joint batches."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        """Prepare. Raises ``ConfigError`` if memory does not suffice for the models."""
+        """Prepare data and build models. Raises ``ConfigError`` if memory does not suffice for the models."""
         workload, trainers, seed = experiment.workload, experiment.cluster.trainers, experiment.run.seed
         refuse_beyond(trainers, _LEAST_COPIES * sum(value.nbytes for value in placeholder_model(workload).parameters()))
         prepare(workload, seed, folder)

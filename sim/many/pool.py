@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One of several simulations."""
+    """One of the simulations that ``summaries`` runs."""
 
     label: str
     """Name of the simulation in error messages."""

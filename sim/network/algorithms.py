@@ -121,7 +121,10 @@ def _exchanges(ranks: Ranks) -> Iterator[Round]:
 
 
 def _bruck(ranks: Ranks) -> Iterator[Round]:
-    """Every rank passes all blocks it has to the rank at a doubling distance, and at the end only the missing ones."""
+    """Yield Bruck's rounds: each rank sends all blocks that it holds to the rank 1, then 2, then 4, ... before it.
+
+    In the last round, it sends only the blocks that the receiver lacks.
+    """
     size, distance = len(ranks), 1
     while distance < size:
         share = Fraction(min(distance, size - distance), size)

@@ -73,8 +73,7 @@ class Trainer:
         self._updated: Event | None = None
         """End of the last bucket update; updates run in the order of their starts."""
         self._updates: list[tuple[int, int, int]] = []
-        """Start and end of each bucket update, and the time when all ranks had joined what it comes after, in
-        ns."""
+        """Start and end of each bucket update, and when the last rank joined the collectives before it, all in ns."""
         self._in_flight: dict[int, Meeting] = {}
         self._spans = spans
         self._head = StepHead(table, scenario.fetch_every, clock.now)
@@ -245,7 +244,7 @@ class Tally:
     """Time in ns up to which the time after compute has been counted; ``None`` during compute."""
 
     def stalls(self, until_ns: int, met_ns: int) -> None:
-        """Count the time since the rank's last operation as a wait; all ranks had joined at ``met_ns``."""
+        """Count the time since the rank's last operation as stall; up to ``met_ns`` it is a wait for other ranks."""
         if self.counted_ns is not None and until_ns > self.counted_ns:
             self.span("wait", self.counted_ns, until_ns)
             self.wait_ns += min(max(met_ns, self.counted_ns), until_ns) - self.counted_ns
@@ -253,7 +252,7 @@ class Tally:
             self.counted_ns = until_ns
 
     def gates(self, start_ns: int, end_ns: int, met_ns: int) -> None:
-        """Count a time in which compute was held up, for what all ranks had joined at ``met_ns``."""
+        """Count the time in which a gate held compute up as stall; up to ``met_ns`` it is a wait for other ranks."""
         self.span("wait", start_ns, end_ns)
         self.wait_ns += min(max(met_ns, start_ns), end_ns) - start_ns
         self.stall_ns += end_ns - start_ns
@@ -273,7 +272,7 @@ class Tally:
 
 
 def _met_ns(meetings: Sequence[Meeting]) -> int:
-    """Return the time in ns when all ranks of ``meetings`` had joined them and what they come after."""
+    """Return when the last rank joined ``meetings`` and the collectives before them, in ns; 0 without meetings."""
     return max((meeting.met_ns for meeting in meetings), default=0)
 
 
@@ -329,10 +328,10 @@ class Progress:
         return self._slow if self._in_flight else Fraction(1)
 
     def _delay_ns(self, left_ns: Fraction | int) -> int:
-        """Return the time in ns until the rest is done.
+        """Return the time in ns in which the remaining compute will be done.
 
-        A rest that rounds to nothing at the pace before a change at this very time is done, so that the order
-        of events at one time does not matter.
+        If the pace has changed at this very time and the remaining compute rounds to 0 ns at the pace before, it is
+        done: so the order of simultaneous events does not matter.
         """
         if self._before is not None and self._before[0] == self._clock.now and half_up(left_ns * self._before[1]) <= 0:
             return 0

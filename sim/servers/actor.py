@@ -34,7 +34,7 @@ class Linear:
     """A server's work on a push, however small."""
     push_ns_per_byte: float = 0.0
     answer_ns: int = 0
-    """A server's work on what it is asked for."""
+    """Time of a server's work on each answer to a pull or look-up, whatever its size."""
     answer_ns_per_byte: float = 0.0
     update_ns: int = 0
     """A trainer's own update, in GeoSGD."""

@@ -65,7 +65,7 @@ class Traffic:
         return self.push(sum(count for _, _, count in parts))
 
     def num_look_ups(self, rank: int, step: int) -> int:  # noqa: ARG002  # one in each table
-        """Number of a trainer's look-ups in the step with this index."""
+        """Return the number of look-ups that trainer ``rank`` makes in its step with index ``step``, from 0."""
         return len(self.tables)
 
     def looked_up(self, server: int, rank: int, step: int, number: int) -> tuple[int, int]:  # noqa: ARG002  # all alike

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_cases import in_ns, link, profiled, with_profile
 
-from fleetbench.fitting.overlap import Exchange, Overlapped, fit_slowdowns, overlap
+from fleetbench.fitting.overlap import fit_slowdowns
+from fleetbench.plan.overlap import Exchange, Overlapped, overlap
 from sim.run import simulate
 
-TWO = Exchange(ready_s=(4.0, 10.0), nbytes=(3, 2), backward_s=10.0, start_s=(0.0, 0.0), alpha_s=0.0, beta_s=1.0)
+TWO = Exchange(ready_s=(4.0, 10.0), takes_s=(3.0, 2.0), backward_s=10.0, start_s=(0.0, 0.0))
 """A bucket of 3 s is ready at 4, one of 2 s with the backward's end."""
 
 
@@ -36,7 +37,7 @@ def test_a_transfer_slows_until_the_backward_ends() -> None:
 
 def test_latency_counts_as_transfer_does_and_a_start_holds_compute_up() -> None:
     """1 s of start and 1 s of latency a bucket: the first's 4 s would take 8 at half speed, from 5 on; the backward ends at 12."""
-    exchange = dataclasses.replace(TWO, start_s=(1.0, 1.0), alpha_s=1.0)
+    exchange = dataclasses.replace(TWO, start_s=(1.0, 1.0), takes_s=(4.0, 3.0))
     went = overlap(exchange, 0.0, 1.0)  # compute from 5 to 11, start to 12: 3.5 of 4 s are done
     assert went.backward_s == pytest.approx(12.0)
     assert went.stall_s == pytest.approx(0.5 + 3.0)
@@ -69,11 +70,9 @@ def test_the_simulator_integrates_the_same_rules(
     result = simulate(with_profile(experiment, profile))
     exchange = Exchange(
         ready_s=tuple(float(at) for at in readies),
-        nbytes=tuple(4 * numel for numel in numels),
+        takes_s=tuple(2.0 * latency + 4 * numel for numel in numels),
         backward_s=float(ready),
         start_s=tuple(host + pack * 4 * numel / total for numel in numels),
-        alpha_s=2.0 * latency,
-        beta_s=1.0,
     )
     went = overlap(exchange, compute, collective)
     (backward_ns, *_), (wait_ns, *_), (exposed_ns, *_) = (in_ns(result, name) for name in ("backward_s", "wait_s", "exposed_comm_s"))
@@ -85,11 +84,9 @@ def test_the_simulator_integrates_the_same_rules(
 
 BUCKETS = Exchange(
     ready_s=(0.010, 0.030, 0.055, 0.080, 0.100),
-    nbytes=(8_000_000, 4_000_000, 6_000_000, 6_000_000, 1_000_000),
+    takes_s=(0.0485, 0.0245, 0.0365, 0.0365, 0.0065),
     backward_s=0.100,
     start_s=(0.001,) * 5,
-    alpha_s=0.0005,
-    beta_s=6e-9,
 )
 """150 ms of transfers beside and after a backward of 100."""
 
@@ -115,7 +112,7 @@ def test_noise_of_one_per_cent_moves_them_little() -> None:
 
 def test_transfers_that_end_early_tell_only_what_the_two_do_together() -> None:
     """A third of the bytes, all of which have arrived before the next bucket is ready: the times come back, and a statement."""
-    quick = dataclasses.replace(BUCKETS, beta_s=2e-9)
+    quick = dataclasses.replace(BUCKETS, takes_s=(0.0165, 0.0085, 0.0125, 0.0125, 0.0025))
     truth = overlap(quick, 0.3, 0.0)
     found = fit_slowdowns(quick, truth)
     assert found.statement is not None
@@ -134,7 +131,7 @@ def test_times_too_short_for_any_slowdown_are_left_unexplained() -> None:
 
 def test_a_bucket_that_is_ready_with_the_backward_tells_nothing() -> None:
     """Nothing is in flight beside compute: no slowdown, and a statement."""
-    alone = Exchange(ready_s=(1.0,), nbytes=(10,), backward_s=1.0, start_s=(0.0,), alpha_s=0.1, beta_s=0.1)
+    alone = Exchange(ready_s=(1.0,), takes_s=(1.1,), backward_s=1.0, start_s=(0.0,))
     found = fit_slowdowns(alone, Overlapped(1.5, 3.0))
     assert (found.compute, found.collective) == (0.0, 0.0)
     assert found.statement is not None

@@ -12,7 +12,7 @@ from fleetbench.why.interfaces import Host, Interface
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links
 from fleetbench.why.observed import Loader, Model, RankLog, Readiness
 from fleetbench.why.steps import shares_of
-from tuner.why.causes import Cause, Seen, causes_of
+from tuner.why.causes import Cause, Seen, Tried, causes_of, ranked
 from tuner.why.simulated import Simulated, simulated_of
 
 MS = 10**6
@@ -166,6 +166,15 @@ def simulated(found: Seen) -> Simulated:
     own = simulated_of(found)
     assert own is not None
     return own
+
+
+def test_a_proved_remedy_comes_before_as_large_a_gain_without_one() -> None:
+    """Of a step of 40 ms: threads gain 10 as tried; without a network 12 would go, of which nobody says how; a slow rank takes 22."""
+    tried = Tried(today_s=0.040, other_s=0.030, low_s=0.029, high_s=0.031, pairs=6)
+    threads = Cause(name="threads", what="", shares=(), remedy="OMP_NUM_THREADS=1", tried=tried)
+    network = Cause(name="the network", what="", shares=(), simulated_s=0.028)
+    slow = Cause(name="a slow rank", what="", shares=(), simulated_s=0.018)
+    assert [cause.name for cause in ranked([network, threads, slow], 0.040)] == ["a slow rank", "threads", "the network"]
 
 
 def test_a_step_with_other_buckets_is_that_of_the_closed_form() -> None:

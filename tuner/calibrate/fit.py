@@ -1,10 +1,11 @@
-"""Fit: the parameters that explain measured cells best, their intervals, and the error to expect of a cell that was not measured.
+"""Fit: the parameters that best explain measured cells, their intervals, and the error to expect on unmeasured cells.
 
-A step ends with its longest chain of compute and messages, and every chain's time is a sum of multiples of durations and of
-reciprocals of bandwidths. So over those a cell's time is the upper envelope of planes. The fit is by planes that
-touch the simulator's times where it was asked, and the simulator is asked again wherever the planes lead (Kelley, "The Cutting-Plane
-Method for Solving Convex Programs", 1960), until both agree there. Planes that the simulator contradicts, as where another
-bandwidth changes which gradients are fused, are dropped.
+A step takes as long as its longest chain of compute and messages. The time of a chain is linear in durations and in
+reciprocals of bandwidths, so a cell's time, as a function of those, is the maximum of several planes. The fit is
+solved on such planes instead of the simulator. Each simulation adds one plane per cell, tangent to the simulated time;
+the solution on all planes is simulated next, until planes and simulator agree there (Kelley, "The Cutting-Plane Method
+for Solving Convex Programs", 1960). A plane that lies above a simulated time is dropped, for instance where another
+bandwidth changes which gradients are fused.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from tuner.calibrate.cells import Cell
 from tuner.calibrate.model import RATES, Model
 
 WIDEST = math.log(4.0)
-"""Of a 95 % interval, the logarithm of its ends' ratio: a wider one says that the cells do not identify the parameter."""
+"""Largest log ratio of the ends of a 95 % interval; if it is wider, the cells do not identify the parameter."""
 _FARTHEST = math.log(1e4)
-"""From a parameter's declared value, in logarithms: a search that leads so far has no end."""
+"""Largest log ratio of a parameter to its declared value, which bounds the search."""
 RESOLUTION = 0.002
 """Relative: planes and simulator agree within this, and cells are not taken to be more precise."""
 _SLOPE = 0.003
-"""Change of a parameter, relative, from which its slope is taken, and the least in units that are counted."""
+"""Relative change of a parameter to measure its slope; ``_LEAST_UNITS`` is the smallest change, in bit/s or ns."""
 _LEAST_UNITS = 20.0
 _ROUNDS = 15
 _MOST, _APART, _LARGEST_LOG = math.log(300.0), math.log(100.0), 700.0
-"""Logarithms: how far measured seconds may be from simulated ones, a row from its next; what a float holds."""
+"""Largest logs: of the median of measured over simulated seconds, of the gap between rows' ratios, and of a float."""
 _LEAST_GAIN = 0.01
-"""Of the smallest sum of squares that is told from none."""
+"""Least gain for which the fit goes on, as a share of the smallest sum of squares told from 0 (``_Fit._floor``)."""
 _NEVER = -np.inf
 _CONFIDENCE = 0.95
 

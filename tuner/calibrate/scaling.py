@@ -29,11 +29,14 @@ NUM_DRAWS, NUM_KEPT = 40_000, 4_000
 BUCKET_BYTES = 25 * 2**20
 """Bytes of one collective, as DDP's buckets have by default."""
 MISFIT, MISFIT_PER_DOUBLING = 0.02, 0.04
-"""Scales of log seconds of one size about the law: of a measured one, and for each doubling of GPUs or batch beyond."""
+"""Scales of the deviation of a size's log seconds from the law: of a measured size, and, added in quadrature, for each
+doubling of GPUs or batch between a size and the nearest measured one."""
 TAIL = 3
-"""Degrees of freedom of Student's t for the latter: some sizes are far off, as where a library takes another algorithm."""
+"""Degrees of freedom of the Student's t distribution of unmeasured sizes' deviations. Its tails are heavy because a few
+sizes are far off, for instance where a library switches to another algorithm."""
 TOLD = 0.25
-"""A parameter counts as fitted if its posterior is narrower than its prior by this share of it, or as far from its median."""
+"""Share of the prior's standard deviation by which a parameter's posterior must be narrower, or its mean must have
+moved, for the parameter to count as fitted."""
 LEVELS = (0.05, 0.5, 0.95)
 
 
@@ -122,7 +125,7 @@ def mean_of_largest(count: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """A posterior: ``fitted`` by ``Scaling.of``, asked by ``forecast``."""
+    """Posterior of the law's parameters: ``Scaling.of`` fits it, and ``forecast`` predicts from it."""
 
     measured: Mapping[Size, Sequence[float]]
     values: Mapping[str, Draws]
@@ -131,9 +134,10 @@ class Scaling:
     reference: tuple[float, float]
     """Seconds of a step of the smallest measured size, and its local batch."""
     told: Mapping[str, float]
-    """By which share of its prior's width each parameter's posterior is narrower, or moved; declared ones are left out."""
+    """Share of the prior's standard deviation by which each parameter's posterior is narrower, or its mean has moved,
+    whichever is larger; declared parameters are left out."""
     z: Draws
-    """Variates of Student's t for what a size is off by, one for each draw."""
+    """Deviation of an unmeasured size from the law, in units of its scale, in each draw: variates of Student's t."""
 
     @classmethod
     def of(cls, measured: Mapping[Size, Sequence[float]], known: Known, priors: Mapping[str, Prior] = PRIORS) -> "Scaling":

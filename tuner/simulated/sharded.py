@@ -123,7 +123,7 @@ def memory_of(experiment: Experiment) -> dict[str, int] | None:
 
 
 def fits(experiment: Experiment) -> bool | None:
-    """Whether a trainer's memory suffices; none where its need or the GPU is not known."""
+    """Whether a trainer fits into its GPU's memory; None if its need or the GPU is unknown."""
     found, gpu = memory_of(experiment), experiment.cluster.gpu
     return None if found is None or gpu is None else sum(found.values()) <= gpu_named(gpu, "cluster.gpu").memory
 

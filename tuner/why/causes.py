@@ -6,7 +6,7 @@ import bisect
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fleetbench.quantities import counted
@@ -133,6 +133,21 @@ def causes_of(seen: Seen) -> list[Cause]:
     found = [*_ranks(seen), *_network(seen), *_regathers(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
+
+
+def ranked(causes: Sequence[Cause], step_s: float) -> list[Cause]:
+    """Return the causes of a step of ``step_s`` seconds in order of their gains.
+
+    A gain without a remedy counts half, because it is a bound: nobody has a network that takes no time.
+    """
+    return sorted(causes, key=lambda cause: (-gain_s(cause, step_s) * (1.0 if cause.remedy else 0.5), -cause.seconds))
+
+
+def gain_s(cause: Cause, step_s: float) -> float:
+    """Return the seconds saved without a cause in a step of ``step_s`` seconds: as tried, or else as simulated."""
+    if cause.tried is not None:
+        return (1 - cause.tried.other_s / cause.tried.today_s) * step_s if cause.tried.helps else 0.0
+    return 0.0 if cause.simulated_s is None else step_s - cause.simulated_s
 
 
 def _ranks(seen: Seen) -> Iterator[Cause]:

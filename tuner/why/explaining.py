@@ -23,7 +23,7 @@ from real.testbed.noise import watching
 from real.why.job import LookedAt
 from real.why.look import Look
 from tuner.pytorch import in_words_of
-from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of
+from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of, gain_s, ranked
 from tuner.why.explanation import Explanation
 from tuner.why.from_traces import causes_of_traces
 from tuner.why.simulated import Additive, Simulated, simulated_of
@@ -99,7 +99,6 @@ def explain(
         causes = list(_try(job, causes, seen, began + seconds, notes, tell))
         if not job.is_over:
             job.tell(_numbers(seen))
-    causes.sort(key=lambda cause: (-_gain_s(cause, seen), -cause.seconds))
     return Explanation(
         command=" ".join(command),
         ranks=len(logs),
@@ -107,7 +106,7 @@ def explain(
         device=logs[0].device,
         shares=seen.shares,
         alone_s=None if seen.alone is None else (seen.alone.forward_ns + seen.alone.backward_ns) * 1e-9 + seen.shares.of("optimizer"),
-        causes=tuple(causes),
+        causes=tuple(ranked(causes, seen.shares.step_s)),
         all_s=_all_s(causes, seen, simulated),
         foreign_cores=load.cores,
         seconds=time.monotonic() - began,
@@ -121,9 +120,9 @@ def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive 
 
     Remedies that were simulated are simulated together; those that were only tried add their measured gains.
     """
-    helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and _gain_s(cause, seen) > 0]
+    helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and gain_s(cause, seen.shares.step_s) > 0]
     together = [cause for cause in helpful if cause.simulated_s is not None]
-    alone = [1 - _gain_s(cause, seen) / seen.shares.step_s for cause in helpful if cause.simulated_s is None]
+    alone = [1 - gain_s(cause, seen.shares.step_s) / seen.shares.step_s for cause in helpful if cause.simulated_s is None]
     if not helpful:
         return None
     return math.prod(alone) * (seen.shares.step_s if simulated is None or not together else simulated.step_s(together))
@@ -234,7 +233,7 @@ def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, 
     A remedy that does not help is dropped, and its cause, too, if it has no share.
     """
     can_try = [c for c in causes if c.change is not None and (seen.logs[0].can_change or c.change.threads is not None) and not job.is_over]
-    tried = sorted(can_try, key=lambda cause: -_gain_s(cause, seen))[:_TRIES]
+    tried = sorted(can_try, key=lambda cause: -gain_s(cause, seen.shares.step_s))[:_TRIES]
     for cause in causes:
         found = None
         if cause in tried and cause.change is not None and not job.is_over:
@@ -252,11 +251,3 @@ def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, 
             yield replace(cause, tried=found, simulated_s=None, remedy="", change=None)
         else:
             notes.append(f"tried here without a gain that is sure: {cause.remedy}: {found}")
-
-
-def _gain_s(cause: Cause, seen: Seen) -> float:
-    """Return the seconds per step saved without a cause: as tried, or else as simulated."""
-    today_s = seen.shares.step_s
-    if cause.tried is not None:
-        return (1 - cause.tried.other_s / cause.tried.today_s) * today_s if cause.tried.helps else 0.0
-    return 0.0 if cause.simulated_s is None else today_s - cause.simulated_s

@@ -12,9 +12,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 NUM_NUMERIC = 13
 NUM_CATEGORICAL = 26
-"""Number of columns of a sample: numbers, then the row of every categorical feature."""
+"""Number of categorical features. A sample has ``NUM_NUMERIC`` numbers, then the table row of each such feature."""
 MOST_ROWS = 2**24
-"""Number of rows below which float32 holds every row exactly."""
+"""Largest number of table rows whose indices float32 holds exactly."""
 
 
 class WideDeep(nn.Module):
