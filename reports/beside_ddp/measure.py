@@ -203,15 +203,15 @@ def rank(number: int, store: str, arguments: argparse.Namespace) -> None:
         for number_of_round in range(arguments.rounds):
             if os.getppid() != arguments.driver:  # it was ended, and another measurement may run by now
                 return
-            order = random.Random(f"{name} {number_of_round}").sample(ARMS, len(ARMS))  # noqa: S311  # no secret
-            found: dict[str, list[float]] = {arm: [] for arm in ARMS}
+            order = random.Random(f"{name} {number_of_round}").sample(arguments.arms, len(arguments.arms))  # noqa: S311  # no secret
+            found: dict[str, list[float]] = {arm: [] for arm in arguments.arms}
             sums: dict[str, list[float]] = {}
             for arm in (*order, *reversed(order)):
                 step_s, sums[arm] = timed(name, arm, communicators, float(best))
                 found[arm].append(step_s)
             if number == 0:
                 lines = []
-                for arm in ARMS:
+                for arm in arguments.arms:
                     beside = {"apart": apart(sums[arm], sums[BESIDE[arm]])} if arm in BESIDE else {"cap_mb": float(best)}
                     lines.append({"model": name, "round": number_of_round, "arm": arm, "step_s": found[arm], **beside, **now})
                 with arguments.out.open("a", encoding="utf-8") as out:
@@ -255,18 +255,18 @@ def tables(path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = {(one["model"], one["arm"], one["round"]): statistics.fmean(one["step_s"]) for one in lines if "step_s" in one}
     models = list(dict.fromkeys(model for model, *_ in rows))
-    print(
-        f"| model | DDP, ms | {' | '.join(f'{arm} / {beside}' for arm, beside in BESIDE.items())} | apart |\n|{'---|' * (len(BESIDE) + 3)}"
-    )
+    compared = {arm: beside for arm, beside in BESIDE.items() if any(one.get("arm") == arm for one in lines)}
+    print(f"| model | DDP, ms | {' | '.join(f'{arm} / {beside}' for arm, beside in compared.items())} | apart |")
+    print(f"|{'---|' * (len(compared) + 3)}")
     for model in models:
         rounds = sorted({number for name, _, number in rows if name == model})
         cells = []
-        for arm, beside in BESIDE.items():
+        for arm, beside in compared.items():
             logs = [math.log(rows[model, beside, number] / rows[model, arm, number]) for number in rounds]
             low, mid, high = (math.exp(one) for one in statistics.quantiles(logs, n=4)) if len(logs) > 1 else [math.exp(logs[0])] * 3
             cells.append(f"{mid:.2f} ({low:.2f} to {high:.2f})")
         ms = 1e3 * statistics.median(rows[model, "ddp", number] for number in rounds)
-        off = max(one["apart"] for one in lines if one["model"] == model and "apart" in one and one["arm"] != "optimal")
+        off = max((one["apart"] for one in lines if one["model"] == model and "apart" in one and one["arm"] != "optimal"), default=0.0)
         print(f"| {model} | {ms:.2f} | {' | '.join(cells)} | {off:.0e} |")
     peaks = {(one["model"], one["arm"]): one["peak_mb"] for one in lines if "peak_mb" in one}
     for model in dict.fromkeys(name for name, _ in peaks):
@@ -279,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="with what each is compared with: see BESIDE")
     parser.add_argument("--out", type=Path, default=HERE / "raw.jsonl")
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--memory", action="store_true")

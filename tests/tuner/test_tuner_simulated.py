@@ -287,6 +287,17 @@ def test_the_sharded_strategies_that_are_tried() -> None:
     assert tried(allow=["wire16"]) == [(*each[:3], wire) for each in own for wire in (False, True)]
 
 
+def test_on_a_large_cluster_the_array_engine_runs_each_that_is_tried() -> None:
+    """The reference engine would take minutes for each of them; a note says which one is left out for that."""
+    inside, between = ({"bandwidth": f"{gbit} Gbit/s", "latency": "5 us"} for gbit in (3600, 400))
+    cluster = {"nodes": 4, "trainers_per_node": 8, "nics_per_node": 8, "intra": inside, "inter": between}
+    asked = _experiment(cluster=cluster, tune={"allow": ["wire16"]})
+    found, (note,) = sharded.candidates(asked)
+    assert len(found) == 8
+    assert "reshard_after_forward = 8" in str(note)
+    assert all(step_s_of(simulate(asked.replace(strategy=one), engine="vector")) > 0 for one in found)
+
+
 def test_what_does_not_fit_is_chosen_where_nothing_fits_alone(tmp_path: Path) -> None:
     """A faster strategy that does not fit takes the place of one that does never; where none fits, ``min_gain`` decides as ever."""
     experiment = _registry(tmp_path, "H100")

@@ -18,6 +18,9 @@ from tuner.notes import Note, left_out
 from tuner.pytorch import UNSHARDED
 from tuner.space import needs
 
+_MOST_BY_EVENTS = 16
+"""Largest number of trainers with which candidates are tried that the array engine does not run."""
+
 
 def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[Note]]:
     """Stages of ``tune.sharding`` that differ, over all trainers, within a node, and in groups of the experiment's own size.
@@ -37,8 +40,14 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
     ]
     configs = [*kept, *([{"stage": 3}] if 3 in stages else [])]
     configs += [{"stage": 3, "reshard_after_forward": False}] if 3 in stages and (merges or not kept) else []
+    notes = list[Note]()
     if 3 in stages and 1 < cluster.trainers_per_node < cluster.trainers and cluster.is_even:
-        configs.append({"stage": 3, "reshard_after_forward": cluster.trainers_per_node})
+        if cluster.trainers <= _MOST_BY_EVENTS:
+            configs.append({"stage": 3, "reshard_after_forward": cluster.trainers_per_node})
+        else:
+            what = f"sharding with blocks spread within a node (reshard_after_forward = {cluster.trainers_per_node})"
+            why = "it is simulated event by event, which takes minutes with so many trainers: fleetbench sim simulates one"
+            notes.append(left_out(what, "is not tried", why))
     for one in configs:
         for degree in dict.fromkeys([*degrees, *([own.sharding_configs.sharding_degree] if own.sharding else [])]):
             asked = own.sharding_configs
@@ -51,7 +60,7 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
             except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
                 return [], [left_out("sharding", "is not tried", error)]
             found += _with_wires(experiment, strategy)
-    return [strategy for strategy in found if strategy != own], []
+    return [strategy for strategy in found if strategy != own], notes
 
 
 def _with_wires(experiment: Experiment, strategy: DistributedStrategy) -> list[DistributedStrategy]:
