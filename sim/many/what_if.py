@@ -96,7 +96,8 @@ def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
     late = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=steps).of_ranks().sum(axis=1)
     if late.max() <= 0:
         return None
-    return int(late.argmax()), int(np.bincount(experiment.cluster.node_by_rank, late).argmax())
+    nodes = experiment.cluster.node_by_rank
+    return int(late.argmax()), int((np.bincount(nodes, late) / np.bincount(nodes)).argmax())
 
 
 def without_stragglers(experiment: Experiment) -> Experiment:

@@ -63,6 +63,14 @@ def test_of_two_slow_nodes_the_slower_one_is_named() -> None:
     assert "without node 5" in gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow))
 
 
+def test_a_node_with_few_ranks_may_be_the_slowest() -> None:
+    """One rank at twice its time is a slower node than three ranks at 1.5 times, though these are late by more in sum."""
+    slow = (SlowRank(ranks=(0, 1, 2), factor=1.5), SlowRank(ranks=(3,), factor=2.0))
+    few = (NodeOverride(nodes=(1,), trainers=1),)
+    uneven = layered(LAYER, nodes=2, trainers_per_node=3, node_overrides=few, inter=link(8), intra=link(8), stragglers=slow)
+    assert slowest_rank_and_node(uneven) == (3, 1)
+
+
 def test_without_a_rank_all_others_keep_their_draws() -> None:
     """A step is as long as the slowest of the others, step by step, and the spared rank computes undelayed."""
     experiment = layered([(1, 250_000, 750_000)], nodes=5, inter=link(10**9), stragglers=(Jitter(mean=0.4),), steps=50)
