@@ -155,6 +155,8 @@ class Layout:
         for name, table in self.sparse.items():
             whole = None if (own := found[name]) is None else own.coalesce()
             none = table.new_zeros(0, dtype=torch.int64), table.new_zeros(0, table.shape[1])
+            if own is not None and own.is_coalesced():  # and shares its memory, which the next backward may overwrite
+                whole = own.clone()
             tables.append(none if whole is None else (whole.indices()[0], whole.values()))
         return Change(torch.cat([own.detach().reshape(-1) for own in dense]) if dense else None, tables)
 

@@ -92,7 +92,9 @@ def main() -> None:
     tuning.verify = recording  # type: ignore[assignment]  # what it would call
     with tempfile.TemporaryDirectory() as out:
         found, _ = tuning.tune(asked, script=script, out=Path(out))
-    (HERE / "recorded" / f"{name}.json").write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
+    path = HERE / "recorded" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
     print(found.line)
 
 

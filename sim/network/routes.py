@@ -53,7 +53,7 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
     """The model that ``links.collective`` names, for a collective of this kind among these ranks."""
     name = links.collective
     if name == "measured":
-        points = links.points_among(kind, len(ranks))
+        points = () if rows else links.points_among(kind, len(ranks))  # sizes were measured of equal parts, not of rows
         return Measured(kind, points, ranks, links) if points else ring(kind, ranks, links, rows=rows)
     if name == "gloo":
         return gloo(kind, ranks, links, rows=rows)

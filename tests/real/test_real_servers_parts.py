@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.servers.rules import ServerRules, Table
-from fleetbench.workloads.server_updates import OPTIONS, ROW, Updates, add_rows
+from fleetbench.workloads.server_updates import OPTIONS, ROW, Layout, Updates, add_rows
 from real.servers.checkpoints import load_shard, shard_path, write_shard
 from real.servers.parameters import VERSION, Shard, Spec
 from real.servers.wire import Head, WireError, decode, encode
@@ -64,6 +64,20 @@ def test_a_message_survives_the_wire(  # the fields of a head
     back, tensors = decode(frames(encode(head, bodies)))
     assert back == head
     assert [bytes(tensor) for tensor in tensors] == bodies
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_a_change_keeps_nothing_of_the_gradients_memory(coalesced: bool) -> None:
+    """A sender reads it while the next backward may write: rows, sorted or not, and a single dense gradient are copies."""
+    table, dense = torch.zeros(4, 2), torch.zeros(3)
+    rows = torch.sparse_coo_tensor([[1, 3]], [[1.0, 2.0], [3.0, 4.0]], (4, 2))
+    gradients = [rows.coalesce() if coalesced else rows, torch.ones(3)]
+    change = Layout({"table": table, "dense": dense}, {"table"}).change(gradients)
+    gradients[0]._values().fill_(9)
+    gradients[1].fill_(9)
+    assert change.dense is not None
+    assert change.dense.tolist() == [1, 1, 1]
+    assert [part.tolist() for part in change.tables[0]] == [[1, 3], [[1, 2], [3, 4]]]
 
 
 def test_a_tensor_travels_uncopied() -> None:

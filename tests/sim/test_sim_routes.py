@@ -105,6 +105,18 @@ def test_the_file_says_who_carries_collectives_out(collective: CollectiveAlgorit
     assert abs(end - start - cost.latency_ns - cost.transfer_ns) <= Fraction(1, 2)
 
 
+def test_rows_are_not_looked_up_among_measured_gathers() -> None:
+    """What was measured are equal parts of a whole; each rank's own rows go around the ring, measured or not."""
+    points = tuple(CollectivePoint(nbytes=Bytes(nbytes), took=Nanoseconds(nbytes)) for nbytes in (1_000, 10**6))
+    gathers = Declared(kind="all_gather", trainers=4, points=points)
+    known = Links(trainers_per_node=4, intra=link(80, 10), inter=None, collective="measured", declared=(gathers,))
+    ring = dataclasses.replace(known, collective="ring", declared=())
+    rows = Operation(id=0, kind="all_gather", payload="rows", nbytes=10**6)
+    assert Routes(known).of(rows, (0, 1, 2, 3)).cost == Routes(ring).of(rows, (0, 1, 2, 3)).cost
+    whole = dataclasses.replace(rows, payload="gradient")
+    assert Routes(known).of(whole, (0, 1, 2, 3)).cost.total_ns == 10**6
+
+
 def test_a_measured_all_reduce_by_hand() -> None:
     """On the points' lines: 5000 at 1000 bytes, 5250 at 1500, 8700 at 6000; below, the first; beyond, 0.8 ns a byte on."""
     found = times(POINTS)
