@@ -144,7 +144,7 @@ class Problem:
     def graph(self, *arguments: Any, together: int = 0) -> Way:
         """Return the traced ``Way`` over stacked tensors, for all trainers or ``together`` at a time.
 
-        Raises ``RuntimeError`` or ``UserWarning`` for a model that vmap cannot stack.
+        Raises ``RuntimeError``, or a warning of torch as an error, for a model that vmap cannot stack.
         """
         if self.averages or not 0 < together < self.trainers:
             return self._traced(arguments)
@@ -248,7 +248,7 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
     try:
         graph = problem.graph(*arguments, together=together)
         stacked = Chosen(graph, "graph", _seconds(graph, arguments))
-    except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
+    except (RuntimeError, Warning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
         return Chosen(problem.loop, "loop", loop_s)
     return min(Chosen(problem.loop, "loop", loop_s), stacked, key=attrgetter("step_s"))
 
