@@ -153,6 +153,15 @@ def test_weights_and_deviations_count(declared: Experiment, tmp_path: Path) -> N
         assert bandwidth.value == pytest.approx(8 * BYTES_S, rel=0.02)
 
 
+def test_a_deviation_has_the_unit_of_its_rows_measurement(tmp_path: Path) -> None:
+    """Of a step in ms, of a rate beside such rows, and of the seconds of an epoch, of which 2 in 100 are 0.2 of 10 samples/s."""
+    path = tmp_path / "cells.csv"
+    path.write_text("gpus,ms,images/s,sd\n2,50,,3\n4,,160,5\n", encoding="utf-8")
+    assert [cell.sd for cell in read_cells(path)] == [0.003, 5]
+    path.write_text("gpus,epoch_s,epoch_samples,sd\n2,100,1000,2\n", encoding="utf-8")
+    assert [(cell.samples_per_s, cell.sd) for cell in read_cells(path)] == [(10.0, pytest.approx(0.2))]
+
+
 def test_samples_per_second_are_of_all_trainers(declared: Experiment, tmp_path: Path) -> None:
     """4 trainers with 8 samples each in a step of 0.2 s measure 160 samples/s."""
     found = fitted(declared, tmp_path, ["cluster.nodes,samples_per_s", "4,160"], COMPUTE)

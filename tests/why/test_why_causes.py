@@ -144,10 +144,11 @@ def test_without_a_fault_the_network_alone_is_named() -> None:
     assert [cause.name for cause in causes_of(seen())] == ["the network"]
 
 
-def test_no_workers_where_batches_are_computed_and_no_core_is_free() -> None:
-    """Other processes would take the cores that the training computes on."""
+@pytest.mark.parametrize("loader", [Loader(num_workers=0, cpu_share=1.0), Loader(num_workers=2, cpu_share=0.02)])
+def test_no_workers_where_batches_are_computed_and_no_core_is_free(loader: Loader) -> None:
+    """More processes would take the cores that the training, or those that are there, compute on."""
     found = seen(input_ms=30.0, cpu_cores=2.0)
-    logs = tuple(dataclasses.replace(log, loader=Loader(num_workers=0, cpu_share=1.0)) for log in found.logs)
+    logs = tuple(dataclasses.replace(log, loader=loader) for log in found.logs)
     (cause,) = (cause for cause in causes_of(dataclasses.replace(found, logs=logs)) if cause.name == "the loader")
     assert not cause.remedy
 

@@ -148,8 +148,10 @@ def _columns(names: Sequence[str], where: str) -> list[tuple[str, float]]:
 def _cell(columns: Sequence[tuple[str, float]], values: Sequence[str], where: str) -> Cell:
     row = {key: text for (key, _), text in zip(columns, values, strict=True) if key and text}
     numbers = {key: _number(row[key], f"{where}, {key}") for key in _COLUMNS if key in row}
-    if {EPOCH, EPOCH_SAMPLES} <= numbers.keys():
-        numbers.setdefault(RATE, numbers[EPOCH_SAMPLES] / numbers[EPOCH])
+    if {EPOCH, EPOCH_SAMPLES} <= numbers.keys() and RATE not in numbers:
+        numbers[RATE] = numbers[EPOCH_SAMPLES] / numbers[EPOCH]
+        if SD in numbers:  # of the epoch's seconds
+            numbers[SD] *= numbers[RATE] / numbers[EPOCH]
     if (SECONDS in numbers) == (RATE in numbers):
         hint = "drop a row that was not measured; leave the other column empty"
         raise ConfigError(f"needs one of {SECONDS} and {RATE}", where, "both" if SECONDS in numbers else "neither", hint)
@@ -158,7 +160,7 @@ def _cell(columns: Sequence[tuple[str, float]], values: Sequence[str], where: st
     if numbers.get(WEIGHT, 1.0) > _MOST_WEIGHT:
         hint = "a row counts so many times"
         raise ConfigError(f"must be at most {_MOST_WEIGHT:g}", f"{where}, {WEIGHT}", row[WEIGHT], hint)
-    unit = dict(columns).get(SECONDS, 1.0)
+    unit = dict(columns).get(SECONDS, 1.0) if SECONDS in numbers else 1.0
     return Cell(
         where=where,
         settings={key: _as_toml(text) for key, text in row.items() if key not in _COLUMNS},

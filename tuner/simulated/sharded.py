@@ -66,7 +66,8 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
 def _with_wires(experiment: Experiment, strategy: DistributedStrategy) -> list[DistributedStrategy]:
     """The strategy, and with gradients in BF16 where rounding them is allowed."""
     is_free, _ = needs(experiment)["rounding"]
-    if not is_free or strategy.fp16_allreduce or all(DTYPE_BYTES[one.dtype] <= 2 for one in table_for(experiment).by_readiness()):
+    is_short = strategy.fp16_allreduce or strategy.bf16_allreduce
+    if not is_free or is_short or all(DTYPE_BYTES[one.dtype] <= 2 for one in table_for(experiment).by_readiness()):
         return [strategy]
     return [strategy, strategy.replace(bf16_allreduce=True)]
 
