@@ -277,7 +277,7 @@ def _proposed(
         return space.strategy(trial.params) if arm is None else arms[arm]
 
     def objective(trial: optuna.Trial) -> float:
-        """Simulate a trial, or reuse an equal earlier one; values that exclude each other are pruned."""
+        """Simulate a trial, or reuse an equal earlier one; what cannot be simulated is pruned, except an arm."""
         arm = trial.user_attrs.get("arm")
         if arm is None or space.point_of(arms[arm]) is not None:
             for name, values in space.choices:
@@ -288,8 +288,12 @@ def _proposed(
             raise optuna.TrialPruned from None
         key = same.key(strategy)
         trial.set_user_attr("key", key)
-        if key not in known:
-            known[key] = step_s(strategy)
+        try:
+            known[key] = known[key] if key in known else step_s(strategy)
+        except ConfigError:
+            if arm is not None:
+                raise
+            raise optuna.TrialPruned from None
         return known[key]
 
     with open_study(experiment, out) as study:

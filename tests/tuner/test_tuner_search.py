@@ -182,6 +182,21 @@ def test_a_trial_that_raises_fails_and_is_tried_again(tmp_path: Path) -> None:
     assert len(searched(experiment, tmp_path, FakeSimulate(formula)).tried) == 3
 
 
+def test_a_proposal_that_cannot_be_simulated_ends_no_search(tmp_path: Path) -> None:
+    """Two communicators are refused by the simulator: Optuna goes on to other proposals, as many as were asked for."""
+    experiment = target_experiment(trials=20, search_seconds=0)
+
+    def one_alone(strategy: DistributedStrategy) -> float:
+        if strategy.nccl_comm_num > 1:
+            raise ConfigError("has no second communicator")
+        return formula(strategy)
+
+    found = searched(experiment, tmp_path, FakeSimulate(one_alone))
+    assert len(found.tried) == 20
+    assert {tried.strategy.nccl_comm_num for tried in found.tried} == {1}
+    assert TrialState.PRUNED in states(tmp_path)
+
+
 def test_a_journal_that_was_cut_is_an_error(tmp_path: Path) -> None:
     """A line that is not whole would swallow the next one: the file is named, with what to do."""
     searched(layers_experiment(trials=2, search_seconds=0), tmp_path, FakeSimulate(formula))
