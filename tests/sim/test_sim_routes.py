@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sim_cases import carried_ns, layered, link, profiled, with_profile
 
 from fleetbench.cluster import CollectiveAlgorithm
+from fleetbench.cluster import Measured as Declared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint

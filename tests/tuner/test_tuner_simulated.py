@@ -285,7 +285,9 @@ def test_the_sharded_strategies_that_are_tried() -> None:
     own = [(2, 0, True, False), (2, 2, True, False), (3, 0, True, False), (3, 2, True, False), (3, 0, 2, False)]
     assert tried() == own
     assert tried(allow=["wire16"]) == [(*each[:3], wire) for each in own for wire in (False, True)]
-    short = _experiment(cluster=cluster, tune={"sharding": [2, 3], "allow": ["wire16"]}).replace(strategy=DistributedStrategy(bf16_allreduce=True))
+    short = _experiment(cluster=cluster, tune={"sharding": [2, 3], "allow": ["wire16"]}).replace(
+        strategy=DistributedStrategy(bf16_allreduce=True)
+    )
     assert len(set(sharded.candidates(short)[0])) == len(sharded.candidates(short)[0]) == len(own)
 
 
