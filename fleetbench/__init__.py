@@ -1,7 +1,7 @@
 """fleetbench: simulate, measure and tune data-parallel training.
 
-Users import from here only. Names are loaded on first use, so that importing the package costs
-neither torch nor numpy.
+Users import from this module only. Names are loaded on first use, so that importing the package does
+not import torch or numpy.
 """
 
 import importlib
@@ -53,7 +53,7 @@ _HOMES = {
     "tune_sizes": ("tuner.simulated.sizes", "tune_sizes"),
     "what_if": ("sim.many.what_if", "what_if"),
 }
-__all__ = list(_HOMES)  # a list all the same
+__all__ = list(_HOMES)  # derived, so that both have the same names
 
 
 def __getattr__(name: str) -> Any:

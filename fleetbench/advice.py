@@ -1,9 +1,9 @@
-"""Advice: the strategy that Fleet's documents recommend, to start from or to compare with.
+"""Advice: the strategy that Fleet's documents recommend, as a starting point or for comparison.
 
-The rules are the documents' own: buckets of a tenth of the gradients' bytes; one communicator and one thread
-on one node, two communicators and one thread more on several; on several nodes a hierarchy over the trainers
-of a node; Local SGD after the first decay of the learning rate; a fused optimizer; mixed precision. Rules
-that do not fit the workload, the cluster or the base strategy are left out and listed.
+The rules are those of the documents: buckets of a tenth of the gradients' bytes; on one node one communicator
+and one thread; on several nodes two communicators, one thread more than communicators, and a hierarchy over
+the trainers of a node; Local SGD after the first decay of the learning rate; a fused optimizer; mixed
+precision. Rules that do not fit the workload, the cluster or the base strategy are left out and listed.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 LOCAL_STEPS = 2
-"""The smaller of the two values of K that the documents report."""
+"""Local steps per round, K: the smaller of the two values in the documents."""
 FUSED_SHARE = 0.1
 """Share of the gradients' bytes in one bucket."""
 
@@ -28,7 +28,7 @@ MIXED_PRECISION = "mixed precision"
 
 
 Rule = dict[str, Any] | str
-"""Changes that a rule requests, or the reason why it requests none."""
+"""Strategy fields that a rule changes, or the reason why the rule is left out."""
 
 
 class Advice(NamedTuple):
@@ -50,15 +50,15 @@ def advice(
 ) -> Advice:
     """Return Fleet's advice for a workload on a cluster, on top of ``base`` (default: Fleet's defaults).
 
-    ``gradient_bytes`` is the size of one step's dense gradients; a table of layers has its own. ``device`` is
-    ``run.device``.
+    ``gradient_bytes`` is the total size of the dense gradients. For ``model = "layers"``, its default is
+    their size in the table of layers. ``device`` is ``run.device``.
     """
     strategy = base or DistributedStrategy()
     left_out: list[str] = []
     several = cluster.nodes > 1
 
     def consider(what: str, rule: Rule) -> None:
-        """Apply a rule's changes if they contradict nothing; else list the rule."""
+        """Apply a rule's changes, or add the rule to ``left_out`` if they contradict other settings."""
         nonlocal strategy
         if isinstance(rule, str):
             left_out.append(f"{what}: {rule}")
@@ -81,7 +81,7 @@ def advice(
     elif several:
         consider(HIERARCHY, "with one trainer per node there is nothing to reduce inside a node")
     consider(LOCAL_SGD, _local_sgd(workload))
-    # of the optimizer's operators only: the others are fused by a compiler, whose time no document counts
+    # only the optimizer's operators: a compiler would fuse the others, and the documents do not count its time
     consider(OP_FUSION, {"build_strategy": {"fuse_all_optimizer_ops": True}})
     consider(MIXED_PRECISION, _mixed_precision(workload, device))
     return Advice(strategy, tuple(left_out))

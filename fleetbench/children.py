@@ -21,7 +21,7 @@ def bound(command: Sequence[str], *, gently: bool = False) -> list[str]:
 
     On Linux, the child ends when the *thread* that started it ends, so start it from a thread that waits for
     it. ``gently`` ends it by SIGTERM, for launchers that then end their own processes; SIGKILL would leave
-    those running. Raises ``OSError`` if the program does not exist or must not be run.
+    those running. Raises ``OSError`` if the program does not exist or is not executable.
     """
     if shutil.which(command[0]) is None:
         code = errno.EACCES if os.path.exists(command[0]) else errno.ENOENT  # noqa: PTH110  # this file imports little, so that it starts fast
@@ -30,9 +30,9 @@ def bound(command: Sequence[str], *, gently: bool = False) -> list[str]:
 
 
 def end_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Make this process receive ``how`` when its parent ends; at once if its parent is not ``parent``.
+    """Make this process receive the signal ``how`` when process ``parent``, its parent, ends or has ended.
 
-    The setting survives execve but not fork. Only Linux has it.
+    The setting survives execve but not fork. It exists only on Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)

@@ -33,10 +33,10 @@ class Link(Config):
     latency: Nanoseconds = Nanoseconds(0)
     """Latency of each message."""
     framing: Framing | None = None
-    """Framing of packets. Default: that of ``run.backend``. Gloo uses ``tcp`` between nodes and ``none``
+    """Framing of packets. Default: the framing of ``run.backend``. Gloo uses ``tcp`` between nodes and ``none``
     inside them; NCCL, also when simulated by an ``nccl-`` collective, uses ``infiniband`` and ``nvlink``."""
     mtu: int | None = None
-    """Bytes per packet: for ``tcp`` including IP and TCP headers (default 1500), for ``roce`` and
+    """Size of a packet in bytes: for ``tcp`` including IP and TCP headers (default 1500), for ``roce`` and
     ``infiniband`` the payload (default 4096)."""
     payload: bool | None = None
     """Whether ``bandwidth`` is the payload rate, so that no framing is subtracted."""
@@ -96,21 +96,18 @@ def _check_mtu(framing: Framing, mtu: int) -> None:
 CollectiveAlgorithm = Literal[
     "ring", "halving_doubling", "tree", "double_binary_tree", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper", "measured"
 ]
-"""How collectives are carried out; see ``algorithms``, ``gloo``, ``nccl`` and, for ``measured``, ``routes``
-in ``sim.network``."""
+"""Algorithm of collectives. It is described in the modules ``algorithms``, ``gloo`` and ``nccl`` of
+``sim.network`` and, for ``measured``, in ``routes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks(Config):
-    """Racks of nodes that share an uplink, in each direction.
-
-    It carries 1 / ``oversubscription`` of the sum of their network interfaces.
-    """
+    """Racks of nodes. The nodes of a rack share an uplink in each direction."""
 
     nodes: int
     """Nodes per rack. Node n is in rack n // ``nodes``."""
     oversubscription: float
-    """Sum of the interfaces' bandwidths over the uplink's bandwidth."""
+    """Sum of the nodes' network bandwidths, divided by the bandwidth of the uplink."""
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "oversubscription")
@@ -137,7 +134,7 @@ class Measured(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOverride(Config):
-    """Differences of some nodes from the others.
+    """Settings of some nodes that differ from those of the others.
 
     If several overrides set the same field of a node, the last one counts.
     """
@@ -173,43 +170,45 @@ class Cluster(Config):
     nodes: int = 1
     """Number of nodes."""
     trainers_per_node: int = 1
-    """Trainers per node, one process (one GPU) each. Node = rank // trainers_per_node, unless
+    """Number of trainers per node, one process (one GPU) each. A rank's node is rank // trainers_per_node, unless
     ``node_overrides`` change the number on some nodes."""
     servers: int = 0
     """Number of parameter servers."""
     server_placement: Literal["own", "shared"] = "own"
-    """Whether each server has a node of its own, or server i shares node i with trainers."""
+    """Place of the servers. ``own``: each server has its own node. ``shared``: server i is on node i,
+    together with trainers."""
     nics_per_node: int = 1
-    """Network interfaces per node. ``inter`` is the bandwidth of one; a trainer uses NIC local_rank %
-    nics_per_node."""
+    """Number of network interfaces (NICs) per node. ``inter`` describes one of them. A trainer uses NIC
+    local_rank % nics_per_node."""
     intra: Link | None = None
     """Link of each trainer inside its node, in each direction."""
     inter: Link | None = None
     """Link of each node to other nodes, in each direction."""
     collective: CollectiveAlgorithm = "ring"
-    """How the simulator carries out collectives. ``measured`` uses the points of ``measured``, or else those
+    """Algorithm of simulated collectives. ``measured`` uses the points of ``cluster.measured``, or else those
     of the profile."""
     measured: tuple[Measured, ...] = ()
-    """Measured times, for ``measured`` and ``nccl-`` collectives. A text names a file with nccl-tests'
-    output."""
+    """Measured times of collectives, for ``collective = "measured"`` and ``nccl-`` collectives. A text names
+    a file with nccl-tests' output."""
     host_bandwidth: BitsPerSecond | None = None
     """Bandwidth at which a host copies and sums in gloo's all-reduce (``collective = "gloo"``), and at which
     a parameter server copies and sums what it receives and sends. Default: copies and sums take no time.
     All-reduces in flight together do not slow each other's copies."""
     first_exchange: Nanoseconds = Nanoseconds(0)
     """Extra time of the first collective on each communicator in a simulated run, while its connections are
-    opened: 0.35 s and more on some machines. It dominates the waiting of local steps with few exchanges."""
+    opened: 0.35 s and more on some machines. With local steps and few exchanges, it is most of the
+    waiting."""
     cores_per_node: int = 16
     """Processor cores per node, which the trainers' threads share."""
     gpu: str | None = None
-    """GPU of each trainer, by its name in ``fleetbench.hardware``. A simulated answer then says whether its
+    """GPU of each trainer, by its name in ``fleetbench.hardware``. Simulated answers then report whether its
     memory suffices."""
     racks: Racks | None = None
     """Racks with oversubscribed uplinks."""
     node_overrides: tuple[NodeOverride, ...] = ()
-    """Differences of some nodes from the others."""
+    """Settings of some nodes that differ from those of the others."""
     stragglers: tuple[Straggler, ...] = ()
-    """Entries that delay trainers; their delays multiply."""
+    """Entries that slow trainers down. The slowdowns of several entries multiply."""
 
     @property
     def trainers(self) -> int:
@@ -218,7 +217,7 @@ class Cluster(Config):
 
     @property
     def is_even(self) -> bool:
-        """Whether all nodes have the same number of trainers."""
+        """Whether all nodes have ``trainers_per_node`` trainers, because no override sets a number."""
         return all(own.trainers is None for own in self.node_overrides)
 
     @property
@@ -237,12 +236,12 @@ class Cluster(Config):
 
     @property
     def said_of_stragglers(self) -> str:
-        """Phrase for headings: times include the delays of ``stragglers``. Empty if there are none."""
+        """Words for a heading whose times include the delays of ``stragglers``; empty without stragglers."""
         kinds = ", ".join(dict.fromkeys(entry.kind for entry in self.stragglers))
         return f", with stragglers as the file declares ({kinds})" if kinds else ""
 
     def require_even(self, what: str) -> None:
-        """Raise ``ConfigError(what)`` if nodes have different numbers of trainers."""
+        """Raise ``ConfigError(what)`` if an override sets the number of trainers of some nodes."""
         for index, own in enumerate(self.node_overrides):
             if own.trainers is not None:
                 hint = "leave it out: all nodes then have cluster.trainers_per_node trainers"
@@ -257,7 +256,7 @@ class Cluster(Config):
         return None if self.inter is None else self.inter.bandwidth * min(self.nics_per_node, self.trainers_per_node)
 
     def slowdown(self, node: int) -> float:
-        """Return the factor on compute time on a node."""
+        """Return the factor on the compute time of a node's trainers."""
         return next((own.slowdown for own in reversed(self.node_overrides) if node in own.nodes and own.slowdown != 1.0), 1.0)
 
     def _validate(self) -> None:

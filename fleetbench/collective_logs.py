@@ -1,8 +1,8 @@
 """Collective logs: times in the output of nccl-tests (2.0 and later, and its JSON), and of osu_allreduce.
 
-A reader finds runs and their rows. For every format, one function decides which rows are correct collectives
-of one kind among all ranks, by what each row states: its run's name, the groups that ran at once, ``redop``,
-``root``, ``#wrong``, and that
+Readers find runs and their rows. For all formats, one function then decides which rows are correct
+collectives of one kind among all ranks. It checks the run's name, the number of groups that ran at once,
+``redop``, ``root``, ``#wrong``, and that
 
     algbw = size / time,    busbw = 2 (n - 1) / n algbw,
 
@@ -27,7 +27,8 @@ from fleetbench.quantities import counted
 
 NAME = "all_reduce"
 KINDS = (NAME, "reduce_scatter", "all_gather")
-"""Kinds whose times a cluster may take from a log. Except for all-reduce, the log must name the kind."""
+"""Kinds of collectives that ``cluster.measured`` may read from a log. Except for all-reduce, the log must name
+the kind."""
 _MODERN = ["size", "count", "type", "redop", "root", *(2 * ["time", "algbw", "busbw", "#wrong"])]
 """Columns of nccl-tests 2.13 and later, for a table that was copied without its header."""
 _UNCHECKED = "N/A"
@@ -35,33 +36,33 @@ _OTHER = "of another collective"
 
 
 class Row(NamedTuple):
-    """Result for one size."""
+    """Row of a benchmark's output, for one size."""
 
     where: str
-    """Location of the row: line, or index of the result."""
+    """Location of the row: number of its line, or index of the result in JSON."""
     nbytes: int
     us: str
-    """Microseconds of one collective in place, as printed; empty if the time is of something else."""
+    """Time of one collective in place, in microseconds as printed; empty if the row has no such time."""
     rates: tuple[str, str] | None = None
     """``algbw`` and ``busbw`` in GB/s, as printed."""
     redop: str = ""
     root: str = "-1"
     wrong: tuple[str, ...] = ()
-    """Wrong elements out of place and in place, or a mark that they were not counted."""
+    """Numbers of wrong elements, out of place and in place, as printed; ``N/A`` if they were not counted."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One benchmark's output. Lines are added to it until the next benchmark begins."""
+    """Output of one benchmark. A reader adds rows until the next benchmark begins."""
 
     name: str | None = None
-    """Name of the collective, as ``all_reduce``; none if the output has none."""
+    """Name of the collective, such as ``all_reduce``; None if the output does not name it."""
     num_ranks: int | None = None
     ranks: set[int] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)
     rows: list[Row] = field(default_factory=list)
     failed: bool = False
-    """Whether the output ends with results out of bounds, while its rows do not say which."""
+    """Whether the output reports results out of bounds at its end, but does not say in which rows."""
 
     @property
     def n(self) -> int | None:
@@ -70,17 +71,17 @@ class Run:
 
 
 class AllReduce(NamedTuple):
-    """A correct all-reduce."""
+    """A correct all-reduce, or a collective of another kind."""
 
     where: str
     nbytes: int
     seconds: float
     ranks: int | None
-    """Number of ranks; none if the output does not say."""
+    """Number of ranks; None if the output does not give it."""
 
 
 def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an undecoded experiment with the points of the logs that ``cluster.measured`` names.
+    """Return undecoded experiment data in which logs named by ``cluster.measured`` are replaced by their points.
 
     Raises ``ConfigError`` for a file that holds no correct collective, or does not give the number of ranks.
     """
@@ -114,7 +115,7 @@ def _measured(path: str) -> list[dict[str, Any]]:
 
 
 def all_reduces(text: str, path: str, say: Callable[[str], None], kind: str = NAME) -> list[AllReduce] | None:
-    """Return a text's correct all-reduces, or collectives of another kind; none if of another format.
+    """Return the correct collectives of a kind in a text; None if the text has an unknown format.
 
     ``say`` receives notes about rows that were left out. Raises ``ConfigError`` if no row is correct.
     """
@@ -149,10 +150,11 @@ def _runs(text: str) -> list[Run]:
 
 
 def _reasons(run: Run, kind: str) -> tuple[int | None, list[str | None]]:
-    """Return a run's number of ranks, and why each row is no correct collective of the kind (none if it is).
+    """Return a run's number of ranks and, for each row, why it is left out.
 
-    The rates of small rows do not identify the collective. Such a row counts as the other rows of its run do.
-    In a run without a name, at least one row has to identify it.
+    The reason is None for a correct collective of the kind. The rates of small rows do not identify the
+    collective; such rows count if all other rows of their run fit. In a run without a name, at least one row
+    has to identify it.
     """
     by_rates = _ranks_by_rates(run.rows) if kind == NAME else None
     n = max(run.n or 0, by_rates or 0) or None  # output that was copied may lack some ranks
@@ -193,7 +195,7 @@ def _reason(run: Run, row: Row, n: int | None, kind: str) -> str | None:
 
 
 def _tells(row: Row, n: int | None) -> bool:
-    """Whether no other collective has these rates. Among two ranks, an unchecked send-receive has them."""
+    """Whether a row's rates identify an all-reduce. With two ranks, an unchecked send-receive has the same ones."""
     if row.rates is None:
         return False
     if n == 2:
@@ -202,7 +204,10 @@ def _tells(row: Row, n: int | None) -> bool:
 
 
 def _ranks_by_rates(rows: Sequence[Row]) -> int | None:
-    """Return n from busbw = 2 (n - 1) / n algbw, by the most precise row; none if several numbers fit."""
+    """Return the number of ranks n from busbw = 2 (n - 1) / n algbw, in the most precise row.
+
+    None unless exactly one number fits.
+    """
     rates = [(_number(row.rates[0]), _number(row.rates[1]), row) for row in rows if row.rates]
     above = [one for one in rates if not _has_factor(one[2], 0.0, 1.0)] or rates
     alg, bus, best = max(above, key=lambda one: one[0], default=(0.0, 0.0, None))
@@ -215,7 +220,7 @@ def _ranks_by_rates(rows: Sequence[Row]) -> int | None:
 
 
 def _has_factor(row: Row, low: float, high: float) -> bool:
-    """Whether busbw = factor algbw for a factor in this range, within the printed digits."""
+    """Whether busbw / algbw is between ``low`` and ``high``, within the precision of the printed digits."""
     alg, bus = row.rates or ("", "")
     return _is_within(bus, low * _number(alg), high * _number(alg), high * _half_digit(alg))
 
@@ -226,7 +231,7 @@ def _is_within(printed: str, low: float, high: float, off: float) -> bool:
 
 
 def _number(text: str) -> float:
-    """Return the number, or 0 if the text is none."""
+    """Return the number in a text, or 0 if the text is no finite number."""
     try:
         return float(text) if math.isfinite(float(text)) else 0.0
     except ValueError:
@@ -234,7 +239,7 @@ def _number(text: str) -> float:
 
 
 def _half_digit(text: str) -> float:
-    """Return half the value of the last digit."""
+    """Return half a unit of the last digit of a printed number."""
     try:
         exponent = Decimal(text).as_tuple().exponent
     except InvalidOperation:
@@ -246,7 +251,7 @@ def _half_digit(text: str) -> float:
 
 
 def _of_nccl_tests(text: str) -> Iterator[Run]:
-    """Read printed tables: what runs, a line for each rank, then a header and rows."""
+    """Yield the runs in printed output: the benchmark's name, a line for each rank, then a header and rows."""
     run, columns = Run(), _MODERN
     for number, line in enumerate(text.splitlines(), 1):
         kind, match = _recognised(line)
@@ -287,14 +292,14 @@ def _recognised(line: str) -> tuple[str, re.Match[str] | None]:
 
 
 def _collective(program: str) -> str:
-    """``all_reduce`` of ``./build/all_reduce_perf_mpi``."""
+    """Return the collective that a program runs: ``all_reduce`` for ``./build/all_reduce_perf_mpi``."""
     return re.sub(r"_perf.*", "", program.replace("\\", "/").rpartition("/")[2])
 
 
 def _row(where: str, match: re.Match[str], columns: Sequence[str]) -> Row:
     words = match[3].split()
     told = [(name.lstrip("#"), word) for name, word in zip(columns[3:], words, strict=False)]
-    values = dict(told)  # of columns with one name the last counts: it is in place, as training reduces its buckets
+    values = dict(told)  # of columns with the same name the last counts: its collectives are in place, as in training
     root, us = values.get("root", "-1"), values.get("time", "")
     is_whole = len(told) == len(columns) - 3 and _number(us) > 0 and root.lstrip("-").isdecimal()
     return Row(
@@ -309,7 +314,7 @@ def _row(where: str, match: re.Match[str], columns: Sequence[str]) -> Row:
 
 
 def _of_nccl_json(text: str) -> Iterator[Run]:
-    """Read what ``-J FILE`` writes."""
+    """Yield the run in the JSON that nccl-tests writes with ``-J FILE``."""
     if not text.lstrip().startswith("{"):
         return
     try:
@@ -347,7 +352,7 @@ _WORD = r"(?:[\d.]+|Pass|Fail)"
 
 
 def _of_osu(text: str) -> Iterator[Run]:
-    """Read ``osu_allreduce`` and similar: a title, a header, and rows of numbers in microseconds."""
+    """Yield the runs in the output of ``osu_allreduce`` and similar: a title, a header, and rows with times."""
     run, columns = Run(name="a benchmark without a title"), 0
     for number, line in enumerate(text.splitlines(), 1):
         if match := re.search(r"OSU (?:.* )?(\w+) (?:Latency|Bandwidth)\b.*Test", line):

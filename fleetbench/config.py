@@ -37,8 +37,8 @@ class Config:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Give frozen subclasses an error that says how to change a value."""
-        if "__setattr__" in cls.__dict__:  # only the slotted copy has it already; the decorator sets its own on the first
+        """Make assignments to a frozen subclass raise an error that says how to change a value."""
+        if "__setattr__" in cls.__dict__:  # only the slotted copy already has it; on the first class the decorator sets its own later
             cls.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # it never returns
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:  # noqa: ARG004  # dataclasses fill them in
@@ -52,7 +52,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
-            if type(value) is hint and (hint is bool or isinstance(value, Config)):  # most fields, of what is made again and again
+            if type(value) is hint and (hint is bool or isinstance(value, Config)):  # true for most fields; skips the slow check
                 continue
             is_table = isinstance(value, Mapping) and any(_is_config(option) for option in _options(hint)) and not _kinds(hint)
             object.__setattr__(self, name, _read(value, hint, name, of_file=is_table))
@@ -63,7 +63,7 @@ class Config:
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename keys that the file may spell differently. The default returns the table unchanged."""
+        """Return the table with keys renamed that a file may spell differently; by default, unchanged."""
         return dict(data)
 
 
@@ -75,9 +75,9 @@ def _refuse_assignment(self: Config, name: str, value: object) -> NoReturn:
 
 
 def at_least(config: Config, least: float, *names: str, most: float = math.inf, above: bool = False) -> None:
-    """Raise ``ConfigError`` for the first of these fields that is out of bounds; None is always allowed.
+    """Raise ``ConfigError`` for the first named field that is below ``least`` or above ``most``.
 
-    ``above`` excludes ``least`` itself.
+    ``above`` excludes ``least`` itself. None is always allowed.
     """
     for name in names:
         value, kind = getattr(config, name), field_types(type(config))[name]  # type: ignore[arg-type]  # classes are hashable
@@ -106,7 +106,7 @@ _origin: Callable[[Any], Any] = functools.cache(typing.get_origin)  # its declar
 
 @functools.cache
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a value may have, except None."""
+    """Return the members of a union except None, or else the type itself."""
     options = typing.get_args(hint) if _origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return tuple(option for option in options if option is not type(None))
 
@@ -125,10 +125,10 @@ def _kinds(hint: Any) -> dict[str, type[Config]]:
 
 
 def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
-    """Return the value converted to a type: an int may stand for a float, a list for a tuple.
+    """Return a value converted to the type ``hint``: an int may stand for a float, a list for a tuple.
 
-    ``of_file``: plain TOML data, with quantities as text and configs as tables; else values made in Python.
-    Raises ``ConfigError`` with the key's path below ``where``.
+    With ``of_file``, the value is plain TOML data, with quantities as text and configs as tables; otherwise
+    it was made in Python. Raises ``ConfigError`` with the key's path below ``where``.
     """
     if isinstance(value, int) and abs(value) > q.LARGEST:
         raise ConfigError("cannot be counted in 64 bits", where, f"a number of {value.bit_length()} bits", "for example 2")
@@ -154,7 +154,7 @@ def _read(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
-    """Read a choice, a list or a dictionary."""
+    """Convert a value to a ``Literal``, a tuple or a dictionary."""
     origin, arguments = _origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         if any(value == choice and type(value) is type(choice) for choice in arguments):
@@ -173,14 +173,14 @@ def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _expected(hint: Any, where: str, value: Any) -> ConfigError:
-    """Return the error for a value of another type."""
+    """Return the error for a value that is not of the type ``hint``."""
     example = 'write 1e7 for ten million; text and quantities stand in quotes: "20 us"; lists are [...], tables { key = value }'
     return ConfigError(f"expected {_described(hint)}", where, repr(value), example)
 
 
 def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     options = _options(hint)
-    if isinstance(value, Config) and type(value) in options:  # has checked itself
+    if isinstance(value, Config) and type(value) in options:  # it was checked when it was made
         return value
     if value is None and len(options) < len(typing.get_args(hint)):
         return None
@@ -204,7 +204,7 @@ def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
 
 
 def _read_table(value: Mapping[str, Any], cls: type[Config], where: str) -> Config:
-    """Read a config from a table. It reports unknown keys first, then wrong values, then missing keys."""
+    """Return a config made from a table. Unknown keys are reported first, then wrong values, then missing keys."""
     data = _below(where, lambda: cls.translate(value))
     known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     unknown = set(data) - set(known)
@@ -212,7 +212,7 @@ def _read_table(value: Mapping[str, Any], cls: type[Config], where: str) -> Conf
         raise unknown_key(min(unknown), _path(where, min(unknown)), known)
     read = {name: _read(data[name], hint, _path(where, name), of_file=True) for name, hint in known.items() if name in data}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # every subclass is a dataclass
-        if field.name not in data and field.default is field.default_factory:  # neither is there
+        if field.name not in data and field.default is field.default_factory:  # both are MISSING: the field has no default
             beside = f" beside {', '.join(data)}" if data else ""
             raise ConfigError(f"this key is missing{beside}", _path(where, field.name), hint=f"add {field.name}")
     return _below(where, lambda: cls(**read))
@@ -223,7 +223,7 @@ def _path(where: str, key: str) -> str:
 
 
 def _below(where: str, make: Callable[[], T]) -> T:
-    """Return ``make()``, and put ``where`` in front of the location in its errors."""
+    """Return ``make()``, and turn its errors into a ``ConfigError`` whose location begins with ``where``."""
     try:
         return make()
     except ConfigError as error:
@@ -237,7 +237,7 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _described(hint: Any) -> str:
-    """Describe the values of a type."""
+    """Describe the values of a type in words."""
     if _origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(map(_described, _options(hint)))
     if _origin(hint) is tuple:
@@ -250,7 +250,7 @@ def _described(hint: Any) -> str:
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
-    """Return ``. Did you mean 'x'?`` with the known name closest to ``name``, or nothing."""
+    """Return ``. Did you mean 'x'?`` with the known name closest to ``name``, or an empty text."""
     lower = {str(option).lower(): str(option) for option in known}
     close = difflib.get_close_matches(repr(name).strip("'").lower(), lower, n=1, cutoff=0.6)
     return f". Did you mean {lower[close[0]]!r}?" if close else ""
@@ -273,7 +273,7 @@ def _plain(value: Any, hint: Any) -> Any:
     if isinstance(value, Config):
         fields = field_types(type(value)).items()  # type: ignore[arg-type]  # classes are hashable
         table = {name: _plain(found, kind) for name, kind in fields if (found := getattr(value, name)) is not None}
-        return {"kind": value.kind, **table} if _kinds(hint) else table  # type: ignore[attr-defined]  # ``_kinds`` has looked
+        return {"kind": value.kind, **table} if _kinds(hint) else table  # type: ignore[attr-defined]  # each class in ``_kinds`` has it
     if isinstance(value, Mapping):
         return {key: _plain(item, type(item)) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):

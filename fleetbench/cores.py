@@ -19,13 +19,13 @@ from fleetbench.workload import LAYERS
 
 
 def shares_cores(experiment: Experiment) -> bool:
-    """Whether ``cores_per_node`` matters: a CPU computes what a profile measured, and nodes are machines."""
+    """Whether ``cores_per_node`` affects compute times: for measured layers on CPUs, outside of the testbed."""
     run = experiment.run
     return run.device == "cpu" and run.launcher != "testbed" and experiment.workload.model != LAYERS
 
 
 def on_cores(experiment: Experiment, table: LayerTable) -> LayerTable:
-    """Return the layer table for the experiment's cores, whose number may differ from the profile's."""
+    """Return the layer table with compute times for the experiment's number of cores."""
     if not shares_cores(experiment):
         return table
     profile = profile_of(experiment)
@@ -50,7 +50,7 @@ def slowdown(experiment: Experiment, profile: Profile) -> float:
 
 
 def _took(measured: dict[float, float], cores: float) -> float:
-    """Return the compute time with this many cores, fewer than the most that were measured."""
+    """Return the compute time with ``cores`` cores, fewer than the most in ``measured`` (times by threads)."""
     counts = sorted(measured)
     if cores < counts[0]:
         return measured[counts[0]] * counts[0] / cores

@@ -1,8 +1,8 @@
-"""Declared scalars: what a run that trains nothing reads from its experiment file instead.
+"""Declared scalars: losses, learning rates and epochs from the experiment file, for runs that train nothing.
 
-No model learns in a simulation, nor on an emulated device, which sleeps instead of computing. Losses follow a
-curve, the learning rate follows its decay, and an epoch has as many steps as the file says. Every executor
-reads the same values, so a strategy that follows them decides the same way.
+No model learns in a simulation, nor on an emulated device, which sleeps instead of computing. Losses follow
+the declared curve, the learning rate follows the declared decay, and an epoch has ``steps_per_epoch`` steps.
+All executors read the same values, so strategies that depend on them make the same decisions.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from fleetbench.target import Crossing, crossing
 from fleetbench.workload import LossCurve, Workload
 
 LOSSES = frozenset({"workload.loss_curve"})
-"""Fields from which such a run takes its losses."""
+"""Names of the fields from which a run that trains nothing takes its losses."""
 
 UNFOLLOWED = "stale gradients do not follow a declared curve"
-"""Reason why training with parameter servers cannot reach a target if it trains nothing."""
+"""Reason why a run with parameter servers that trains nothing has no time to target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class DeclaredScalars:
     workload: Workload
 
     def scalar(self, name: str, rank: int, step: int) -> float:  # noqa: ARG002  # declared for all ranks
-        """Return ``loss`` (mean over trainers), ``found_inf`` or ``lr`` at ``step``.
+        """Return the scalar ``name`` at ``step``: ``loss`` (mean over trainers), ``found_inf`` or ``lr``.
 
-        For ``lr``, a gradient merge may count ``step`` in updates.
+        For ``lr`` with gradient merge, ``step`` may be a number of updates.
         """
         if name == "found_inf":
             return 0.0
@@ -40,12 +40,12 @@ class DeclaredScalars:
         return curve_loss(self.workload.loss_curve, step)
 
     def declared_loss(self, step: int) -> float | None:
-        """Return the loss of a step on the curve; none without a curve."""
+        """Return the loss of the declared curve at ``step``; None without a curve."""
         return None if self.workload.loss_curve is None else curve_loss(self.workload.loss_curve, step)
 
 
 def learning_rate(workload: Workload, step: int) -> float:
-    """Return the learning rate at ``step`` after the workload's decay."""
+    """Return the workload's learning rate at ``step``, after its decays so far."""
     rate = workload.lr
     for decay in workload.lr_decay:
         rate *= decay.factor if step >= decay.step else 1.0
@@ -58,7 +58,7 @@ def curve_loss(curve: LossCurve, step: int) -> float:
 
 
 def declared_crossing(workload: Workload) -> Crossing | None:
-    """Return where the declared loss reaches the target; none if it does not."""
+    """Return the point at which the declared loss reaches the target; None if it does not."""
     if workload.loss_curve is None:
         return None
     evaluated = range(workload.eval_every, workload.steps + 1, workload.eval_every)
@@ -68,7 +68,7 @@ def declared_crossing(workload: Workload) -> Crossing | None:
 def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, executor: str) -> None:
     """Raise ``ConfigError`` if ``strategy`` needs a loss or epochs that the file does not declare.
 
-    ``executor`` is the name, for the error, of an executor that has neither.
+    ``executor`` is the executor's name in the error.
     """
     workload = experiment.workload
     if strategy.follows_loss and workload.loss_curve is None:
@@ -80,7 +80,7 @@ def refuse_undeclared(experiment: Experiment, strategy: DistributedStrategy, exe
 
 
 def _needs_epochs(strategy: DistributedStrategy) -> str | None:
-    """Return the field that depends on epochs; none if no field does."""
+    """Return the first strategy field in use that depends on epochs; None if no field does."""
     local, merge = strategy.localsgd_configs, strategy.gradient_merge_configs
     if strategy.localsgd and local.schedule == "document" and (local.warmup != "const" or local.warmup_epochs):
         return "localsgd_configs.schedule"

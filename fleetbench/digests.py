@@ -1,8 +1,8 @@
-"""Digests: written files carry a digest, so that damage is noticed; every file is read whole or refused.
+"""Digests: files carry a digest, so that damage is detected and damaged files are refused.
 
-- Text that a user may edit, such as a strategy: the first line is ``# sha256 = HEX`` over the rest. Without
-  that line the text is accepted as it is.
-- JSON: the key ``sha256`` covers all others.
+- Text that a user may edit, such as a strategy: the first line is ``# sha256 = HEX``, a digest of the other
+  lines. Without that line the text is accepted as it is.
+- JSON: the key ``sha256`` holds a digest of all other keys.
 - Folders: ``manifest.json`` holds the digest of every other file under ``files``, and its own.
 """
 
@@ -49,7 +49,7 @@ _NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
 
 @contextlib.contextmanager
 def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[None]:
-    """Turn errors of a malformed file, including ``also``, into a ``ConfigError`` that names the file."""
+    """Turn errors of reading a file, and exceptions of the types ``also``, into a ``ConfigError`` that names it."""
     try:
         yield
     except OSError as error:
@@ -61,10 +61,11 @@ def reading(path: str | Path, hint: str, *also: type[Exception]) -> Iterator[Non
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a file to write: it becomes ``path`` when the ``with`` ends, and is removed after an error.
+    """Yield the path of a new file, which replaces ``path`` when the ``with`` block ends.
 
-    Several processes may write one file: the last to finish wins. ``durable``: at the end, the file and its
-    name are on the disk, and partial files of killed writers are removed. Raises what writing raises.
+    After an error, it is removed instead. Several processes may write ``path`` at once; the last to finish
+    wins. With ``durable``, the file and its directory entry are flushed to the disk, and partial files of
+    killed writers are removed.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
@@ -81,7 +82,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove partial files that killed writers of ``path`` have left, judged by their age."""
+    """Remove old partial files, which killed writers of ``path`` have left."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
         with contextlib.suppress(OSError):
             if left.stat().st_mtime < time.time() - _LONGEST_S:
@@ -99,7 +100,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
-    """Turn an error of the disk, and ``also``, into an ``EnvironmentLacks`` that names the file."""
+    """Turn ``OSError``, and exceptions of the types ``also``, into an ``EnvironmentLacks`` that names the file."""
     refused: tuple[type[Exception], ...] = (OSError, *also)
     try:
         yield
@@ -118,7 +119,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
 def refuse_large_table(file: Any, where: str) -> None:
     """Raise ``EnvironmentLacks`` for a Parquet file whose table does not fit into free memory.
 
-    A few compressed bytes may stand for billions of numbers. ``file`` is the path, or the file itself.
+    A few compressed bytes may stand for billions of numbers. ``file`` is a path or an open file.
     """
     import psutil
     from pyarrow import parquet
@@ -146,7 +147,7 @@ def read_text(path: str | Path, hint: str) -> str:
 
 
 def sealed(text: str) -> str:
-    """Return the text after a line with its digest."""
+    """Return the text preceded by a line with its digest."""
     return f"{_FIRST}{_sha256(text)}\n{text}"
 
 
@@ -161,26 +162,26 @@ def read_toml(text: str, where: str, hint: str) -> dict[str, Any]:
         raise ConfigError("is not what was written: its digest differs", where, hint=edited)
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of five thousand digits; a thousand brackets
+    except (ValueError, RecursionError) as error:  # also a number of five thousand digits, or a thousand brackets
         raise ConfigError(f"not TOML: {error}", where, hint=hint) from None
 
 
 def sealed_json(data: Mapping[str, Any]) -> str:
-    """Return JSON of ``data`` and its digest."""
+    """Return ``data`` and its digest as JSON text."""
     plain = json.loads(json.dumps(data))
     return json.dumps({_KEY: json_digest(plain), **plain}, indent=1)
 
 
 def read_json(text: str) -> dict[str, Any]:
-    """Return what ``sealed_json`` wrote, without the digest, which is optional.
+    """Return the data in a text of ``sealed_json``, without the digest, which is optional.
 
-    Raises ``ValueError`` if it differs.
+    Raises ``ValueError`` if the digest does not match.
     """
     return _opened(text)[0]
 
 
 def _opened(text: str) -> tuple[dict[str, Any], bool]:
-    """Return the data, and whether it had a digest."""
+    """Return the data of a JSON text, and whether it had a digest."""
     data = json.loads(text)
     if not isinstance(data, dict):
         raise TypeError("holds no table")
@@ -191,7 +192,7 @@ def _opened(text: str) -> tuple[dict[str, Any], bool]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Return the name and digest of every file of a folder, for its manifest."""
+    """Return the digest of every file in a folder by name, for its manifest."""
     return {path.name: file_digest(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
 
 
@@ -229,7 +230,7 @@ def check_file(path: Path) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: str) -> None:
-    """Raise ``ConfigError`` if one of these files does not have its digest in ``files``."""
+    """Raise ``ConfigError`` if one of the files ``names`` of a folder does not match its digest in ``files``."""
     for name in names:
         path = folder / name
         with reading(path, hint):

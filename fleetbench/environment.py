@@ -18,7 +18,7 @@ RECORDED = ("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_NCCL_", "CUDA_DEVIC
 
 @functools.cache
 def _allowed() -> Mapping[str, str]:
-    """Return the allowed names, with the pattern that a value must match."""
+    """Return the allowed variables, each with the pattern that its value must match."""
     text = resources.files("fleetbench").joinpath("environment.toml").read_text(encoding="utf-8")
     return {name: group["values"] for group in tomllib.loads(text)["allowed"] for name in group["names"]}
 

@@ -14,7 +14,7 @@ An error can be rebuilt from its ``args`` alone, because SimPy re-raises a proce
 from typing import ClassVar
 
 LONGEST = 1000
-"""Largest number of characters of a value that are shown."""
+"""Largest number of characters of a value that a message shows."""
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Characters that move a terminal's cursor, change its state, end a line or change the direction of text."""
 _SPELLED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
@@ -22,12 +22,12 @@ _SPELLED_IN_LINES = {code: spelled for code, spelled in _SPELLED.items() if chr(
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """Return the text with control characters as Python escapes; ``lines`` keeps line breaks and tabs."""
+    """Return the text with control characters as Python escapes, except line breaks and tabs if ``lines``."""
     return text.translate(_SPELLED_IN_LINES if lines else _SPELLED)
 
 
 class FleetbenchError(Exception):
-    """Base class: says what, where, the value, and a hint on how to fix it."""
+    """Base class of all errors: what is wrong, where, the value, and a hint on how to fix it."""
 
     exit_code: ClassVar[int] = 1
 

@@ -41,11 +41,11 @@ _FILE_DATA = ("text:", "imagenet:")
 
 
 class HierarchySwitchedOff(UserWarning):
-    """Warns that a hierarchical all-reduce has only one node or one group of ``hierarchical_inner_ranks``."""
+    """Warns that hierarchical all-reduce is switched off: there is only one node, or one inner group."""
 
 
 def _searched(cls: type) -> type:
-    """Return the class with a key for each list of values that the tuner searches."""
+    """Add a field to the class for each list of values that the tuner searches, and return the class."""
     for key, (_, knob) in SEARCHES.items():
         first = knob.values[0]
         kind = f"Literal{[*knob.values]}" if isinstance(first, str) else type(first).__name__
@@ -79,25 +79,26 @@ class Tune(Config):
     """How ``fleetbench tune`` searches, and how it decides."""
 
     trials: int = 150
-    """Number of simulated trials, including the default strategy, if simulating all different strategies
-    would take more than ``search_seconds``."""
+    """Number of simulated trials, including the default strategy. It applies only if all different strategies
+    cannot be simulated in ``search_seconds``."""
     search_seconds: float = 30.0
-    """Seconds for the search. If all different strategies can be simulated in this time, they are; otherwise
-    Optuna's TPE proposes trials. With a target, virtual trainers may take this long as well, and once more
-    for further seeds; with ``--simulate-only``, once for each of ``target_seeds``."""
+    """Time for the search in seconds. If all different strategies can be simulated in this time, they are;
+    otherwise Optuna's TPE proposes trials. With a target, virtual trainers may take this long, too, and once
+    more for further seeds; with ``--simulate-only``, once for each of ``target_seeds``."""
     allow: tuple[Literal["wire16"], ...] = ()
     """Values that need permission. ``wire16``: gradients may be sent as FP16 or BF16 even without a
     target."""
     simulated_steps: int = 10
-    """Least number of counted steps in a simulated trial: whole rounds of all K, or the workload's steps if
-    those are fewer."""
+    """Least number of counted steps in a simulated trial, at most the workload's own. It is rounded up to whole
+    rounds of all K. Without stragglers, 3 steps are enough for collective training."""
     finalists: int = 3
     """Number of best simulated strategies that run for real."""
     leg_steps: int = 60
-    """Counted steps of a real leg; more if a searched K has longer rounds."""
+    """Number of counted steps in a real leg, that is, one measured run; more if a searched K has longer
+    rounds."""
     leg_seconds: float | None = None
-    """Longest compute of a leg: ``leg_steps`` are halved, down to 15, until they compute no longer than this by the
-    profile. None: they are not halved."""
+    """Longest compute of a leg in seconds, according to the profile. ``leg_steps`` is halved until they
+    fit, but not below 15. Default: no limit."""
     pairs: int = 48
     """Largest number of pairs of finalist and default. Measuring stops earlier, at an interim look, if the
     verdict is already known."""
@@ -114,7 +115,7 @@ class Tune(Config):
     min_gain: float = 0.02
     """Least gain. USE requires that the lower end of the speed-up's interval exceeds 1 + ``min_gain``."""
     budget_gpu_hours: float | None = None
-    """Limit on the trainers' time in real runs, summed over trainers."""
+    """Limit on the trainers' time in real runs, in hours summed over trainers."""
     budget_minutes: float | None = None
     """Limit on the time of the real runs, in minutes. When it is reached, the pairs measured so far decide
     the verdict."""
@@ -124,20 +125,20 @@ class Tune(Config):
     """Price of one trainer per hour, in any currency; servers are not counted."""
     reference_points: tuple[ReferencePoint, ...] = ()
     """With ``--simulate-only --sweep``: runs to the target at one or more batch sizes. A law fitted to them
-    predicts the samples at any batch size."""
+    predicts the samples to the target at any batch size."""
     local_steps: tuple[int, ...] = SEARCHES["local_steps"][1].values
     """Values of K that may be searched; only used if ``workload.target_loss`` is set."""
     diloco: bool = True
     """Allow rounds that end with a step of DiLoCo's outer optimizer (Nesterov, rate 0.7, momentum 0.9). It
     needs a target, and is tried where virtual trainers train the workload, and in scripts with the fastest K
     and the next larger one (twice the largest). Virtual trainers also try the best local steps with an outer
-    rate of 0.4 and 1, momentum 0.5, two fragments, and exchanges beside a step."""
+    rate of 0.4 and 1, momentum 0.5, two fragments, and exchanges that overlap a step."""
     adaptive: bool = True
     """With a target, where virtual trainers train the workload: allow an adaptive K that starts from the
     largest of ``local_steps``, and local steps that begin at the first ``workload.lr_decay``."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
-    """With a target, where virtual trainers train the workload: micro-batches per update that may be tried
-    besides 1."""
+    """With a target, where virtual trainers train the workload: numbers of micro-batches per update that may be
+    tried besides 1."""
     sharding: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
     """With ``--simulate-only``: stages of sharding to try, over all trainers and within a node."""
     lr_scale: tuple[float, ...] = ()
@@ -185,7 +186,7 @@ class Run(Config):
     """Launcher of the worker processes. ``command``: the user's own command, given after ``--`` on the
     command line. No file contains the command, because files never execute anything."""
     port: int = 29500
-    """Rendezvous port of a job that ``fleetbench launch --print`` prints."""
+    """Rendezvous port in the job scripts that ``fleetbench launch --print`` prints."""
     warmup_steps: int = 5
     """Number of steps before step 1, numbered up to 0. They train and appear in the table of steps, but not
     in the summary."""
@@ -282,7 +283,7 @@ class Experiment(Config):
         return tomli_w.dumps(encode(self))
 
     def save(self, path: Path) -> None:
-        """Write ``to_toml`` after its digest, atomically."""
+        """Write the experiment as TOML, with a digest, atomically."""
         write_whole(path, sealed(self.to_toml()))
 
     @property
@@ -298,9 +299,9 @@ class Experiment(Config):
         return dataclasses.replace(self, **changes)
 
     def digest(self) -> str:
-        """Return eight hexadecimal digits over the experiment and the contents of the files it names.
+        """Return a digest of eight hexadecimal digits over the experiment and the contents of the files it names.
 
-        The location of a file does not matter. Raises ``ConfigError`` if one cannot be read.
+        The locations of the files do not matter. Raises ``ConfigError`` if one cannot be read.
         """
         data = encode(self)
         _replace_files(data, lambda path: digest_of(path, "the experiment names this file"))
@@ -325,7 +326,7 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Apply ``section.key=value``. The value is TOML, or plain text if it does not parse."""
+    """Apply ``section.key=value`` to undecoded data. The value is TOML, or plain text if it is not TOML."""
     key, separator, text = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not separator or not all(parts):

@@ -12,7 +12,7 @@ from fleetbench.strategy import DistributedStrategy
 
 
 def knobs_of(value: Config, prefix: str = "strategy", of_table: Knob | None = None) -> Iterator[tuple[str, Knob]]:
-    """Yield all fields with their own or their table's knob. Raises ``TypeError`` for a field without one."""
+    """Yield the name and knob, or else the table's knob, of each field. Raises ``TypeError`` if it has none."""
     for item in dataclasses.fields(value):  # type: ignore[arg-type]  # Config's subclasses are dataclasses
         current, name = getattr(value, item.name), f"{prefix}.{item.name}"
         knob = item.metadata.get("knob", of_table)
@@ -26,18 +26,18 @@ def knobs_of(value: Config, prefix: str = "strategy", of_table: Knob | None = No
 
 KNOBS = dict(knobs_of(DistributedStrategy()))
 SEARCHES = {knob.key: (name.removeprefix("strategy."), knob) for name, knob in KNOBS.items() if knob.key}
-"""Name of a field below the strategy, and its knob, by key of ``[tune]``."""
+"""Name (below the strategy) and knob of the field whose values a key of ``[tune]`` lists, by key."""
 PARAMETERS = {key: knob.called if knob.called in SEARCHES else key for key, (_, knob) in SEARCHES.items()}
-"""Parameter of the search to which a key's values belong."""
+"""Name of the search parameter to which a key of ``[tune]`` belongs, by key."""
 
 
 def named(words: str) -> KeysView[str]:
-    """Return the fields whose knobs have all these words in ``says``."""
+    """Return the names of the fields whose ``Knob.says`` contains all of these words."""
     return {name: knob for name, knob in KNOBS.items() if set(words.split()) <= set(knob.says.split())}.keys()
 
 
 def tables_of(words: str) -> tuple[str, ...]:
-    """Return the top-level fields of the strategy, including tables, that contain such fields."""
+    """Return the names of the strategy's top-level fields, and of tables, that have fields as in ``named``."""
     return tuple(dict.fromkeys(name.split(".")[1] for name in named(words)))
 
 
@@ -46,4 +46,4 @@ CALLED = {
     for one in KNOBS.values()
     if one.called
 }
-"""Top-level fields of the strategy that belong together, by their name for people."""
+"""Names of the strategy's top-level fields that belong together, by their common ``Knob.called``."""

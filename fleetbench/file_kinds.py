@@ -1,4 +1,4 @@
-"""File kinds: read a user's file whole, gzip or not, and say what it seems to be if it is of another kind."""
+"""File kinds: read a user's file, compressed by gzip or not, and describe a file of an unexpected kind."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from fleetbench.errors import ConfigError
 MOST_BYTES = 2**28
 """Largest size of a file in bytes, decompressed. Larger files are refused."""
 MOST_LOOKED_AT = 100_000
-"""Number of characters at the start of a text that patterns are tried on."""
+"""Number of characters at the start of a text in which patterns are searched."""
 _GZIP = b"\x1f\x8b"
 _MAGIC: dict[bytes, str] = {
     b"\x89PNG": "a PNG image",
@@ -47,7 +47,7 @@ _TEXT: dict[str, str] = {
     r"(?:[^\n]*\n){0,50}?(?:import|from) \w[\w.]*(?: import [^,\n]+)?\n": "a Python script",
     r"(?:#[^\n]*\n)*(?:---\n)?[\w-]+:(?: [^\n]*)?\n(?:[\w-]+:|  |- )": "a YAML file",
 }
-"""Kinds of text files, by a pattern of how the text begins."""
+"""Kinds of text files, by a pattern that matches the beginning of the text."""
 
 
 def read_file(path: str | Path, hint: str, where: str | None = None, most: int | None = None) -> bytes:
@@ -65,7 +65,7 @@ def read_file(path: str | Path, hint: str, where: str | None = None, most: int |
 def begin_of(path: str | Path, hint: str, where: str, size: int) -> bytes:
     """Return the first ``size`` bytes of a file, decompressed if it is gzip.
 
-    Raises ``ConfigError`` if unreadable.
+    Raises ``ConfigError`` if the file cannot be read.
     """
     check_file(Path(path))
     with reading(where, hint), Path(path).open("rb") as file:
@@ -75,20 +75,20 @@ def begin_of(path: str | Path, hint: str, where: str, size: int) -> bytes:
 
 
 def text_of(data: bytes) -> str | None:
-    """Return the text, in UTF-8, or UTF-16 with a byte-order mark; none if the bytes are no text."""
+    """Return bytes decoded as UTF-8, or as UTF-16 after a byte-order mark; None if they are not text."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return data.decode("utf-16", errors="replace")
     return None if b"\0" in data[:4096] or kind_by_magic(data) else data.decode("utf-8-sig", errors="replace")
 
 
 def kind_by_magic(data: bytes) -> str | None:
-    """Return the kind of file according to its first bytes; none if they do not identify one."""
+    """Return the kind of file according to its first bytes; None if they do not identify one."""
     named = (name for magic, name in _MAGIC.items() if data.startswith(magic))
     return next(named, "a tar archive" if data[257:262] == b"ustar" else None)
 
 
 def kind_of(data: bytes) -> str | None:
-    """Return the words after "it seems to be" for a file; none for plain text, such as a table."""
+    """Describe a file in words that complete "it seems to be ..."; None for plain text, such as a table."""
     text = text_of(data)
     if text is None:
         return kind_by_magic(data) or "binary data"

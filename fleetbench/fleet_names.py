@@ -1,4 +1,4 @@
-"""Fleet's names: translate field names of Fleet, and older ones, into the current names."""
+"""Fleet's names: translate Fleet's field names, and older spellings, into the current names."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ ALIASES: dict[str, str] = {
     "forward_recompute": "recompute",
     "use_local_sgd": "localsgd",
 }
-"""Fleet's name to ours, where Fleet's name is misleading or an older spelling."""
+"""Our name for each name of Fleet's that is misleading or an older spelling."""
 
 EXECUTION_STRATEGY: dict[str, str] = {"num_threads": "thread_num"} | {
     name: name for name in ("num_iteration_per_drop_scope", "num_iteration_per_run", "use_thread_barrier")
 }
-"""Fields of Fleet's ``execution_strategy`` (or ``exec_strategy``), which has no table of its own here."""
+"""Our name for each field of Fleet's table ``execution_strategy`` (or ``exec_strategy``), which does not exist here."""
 
 _NO_EFFECT = """
 cudnn_batchnorm_spatial_persistent num_iteration_per_run use_thread_barrier enable_inplace fuse_broadcast_ops cache_runtime_context
 """
 NO_EFFECT = frozenset(_NO_EFFECT.split())
-"""Details of Paddle's executor that have no equivalent in torch."""
+"""Names of Fleet's fields for details of Paddle's executor that have no equivalent in torch."""
 _REMOVED = frozenset({"overlap_push", "reduce_in_node"})
-"""Switches that older versions had and wrote into their results; off, as nearly all are, they are skipped."""
+"""Switches of older versions that stored results may contain. They are skipped if they are off, else refused."""
 
 
 class FieldHasNoEffect(UserWarning):
@@ -87,7 +87,7 @@ def _without_effect(key: str) -> bool:
 
 
 def _read_old_local_sgd(data: dict[str, Any]) -> None:
-    """Move ``local_sgd_steps`` and ``local_sgd_is_warm_steps`` to the older document's schedule."""
+    """Move ``local_sgd_steps`` and ``local_sgd_is_warm_steps`` into ``localsgd_configs`` (schedule ``document``)."""
     old = {"local_sgd_steps": "k_steps", "local_sgd_is_warm_steps": "warmup_epochs"}
     if old.keys() & data.keys():
         _move_into(data, "localsgd_configs", old)

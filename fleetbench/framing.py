@@ -28,13 +28,14 @@ TCP_IN_PACKET = 52
 AROUND_PACKET: dict[Framing, int] = {"tcp": 14, "roce": 58, "infiniband": 26}
 NVLINK_SHARE = Fraction(4, 5)
 VERBS_EFFICIENCY = Fraction(19, 20)
-"""Middle of six published or measured values, 0.92 to 0.97 (reports/nccl_model)."""
+"""Default efficiency of InfiniBand and RoCE: the middle of six published or measured values, 0.92 to 0.97
+(reports/nccl_model)."""
 
 
 def payload_share(framing: Framing, mtu: int | None = None) -> Fraction:
     """Return the share of the wire's bits that carries payload.
 
-    ``mtu`` is in bytes; default: the framing's own.
+    ``mtu`` is the size of a packet in bytes; default: ``DEFAULT_MTU``.
     """
     if framing == "nvlink":
         return NVLINK_SHARE

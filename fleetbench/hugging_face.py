@@ -24,8 +24,8 @@ _KINDS: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
         ("llama", _LLAMA, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}),
     ),
 }
-"""For each ``model_type``: the registry's model, its options' names in the file, and the values that other
-keys must have, if given."""
+"""For each ``model_type``: the registry's model, the file's key for each of the model's options, and the values
+that other keys must have if they are given."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 

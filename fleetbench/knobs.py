@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 T = TypeVar("T")
 
 Need = Literal["", "target", "rounding", "nodes", "loop", "waiting", "model"]
-"""Condition that an experiment must meet before it makes sense to search the field; ``tuner.space.needs``
-checks it."""
+"""Condition on an experiment under which it makes sense to search a field; ``tuner.space.needs`` checks it."""
 _COLLECTIVE = Literal["plan clock", "plan virtual digits", "plan way", "plan virtual way", "plan virtual way restarts"]
 _COMPUTE = Literal[
     "plan clock restarts",
@@ -25,32 +24,32 @@ _OF_SERVERS = Literal["servers way", "way", "plan servers clock time", "plan vir
 
 
 class Knob(NamedTuple):
-    """Metadata of a field. Call it with a default to declare the field of the strategy.
+    """Metadata of a strategy field. Call the knob with a default to declare the field.
 
-    A key and values make the tuner search the field. A table's knob applies to those of its fields that have
-    none.
+    A key and values make the tuner search the field. A table's knob applies to its fields without a knob.
 
     ``says`` lists, in words:
 
     - who executes the field (others refuse it by name): trainers that follow a ``plan``, ``virtual``
       trainers, or trainers of parameter ``servers``;
-    - what it changes: the ``clock``, that is, when things happen; the last ``digits`` of the result, or
-      statistics beside it; the updates, which makes it another ``way`` of training;
-    - whether layer tables contain its effect, one per value (``time``), or any table will do (``memory``);
-    - whether a script ``restarts`` for it, because a running process cannot change it well between two steps.
+    - what the field changes: the ``clock``, that is, when things happen; the last ``digits`` of the result,
+      or statistics such as batch norm's; or the updates, which is another ``way`` of training;
+    - whether each value needs its own layer table (``time``), or any layer table will do (``memory``);
+    - whether a script ``restarts`` for a new value, because a running process cannot change it well between two
+      steps.
     """
 
     says: Literal["", _COLLECTIVE, _COMPUTE, _OF_SERVERS]
     called: str = ""
-    """Name of the field for people; fields with one name belong together."""
+    """Name of the field for people. Fields with the same name belong together."""
     key: str = ""
-    """Key of ``[tune]`` that gives other values. If one key is the knob's name, its keys are one parameter of
-    the search."""
+    """Key of ``[tune]`` that lists the values to search. If ``called`` is itself a key, all keys of fields with
+    this ``called`` are one parameter of the search."""
     values: tuple[Any, ...] = ()
     """Values that the tuner searches by default."""
     need: Need = ""
     """Condition for the search."""
 
     def __call__(self, default: T, key: str = "", values: tuple[Any, ...] = (), need: Need = "") -> T:
-        """Return the dataclass field."""
+        """Return a dataclass field with the knob in its metadata."""
         return field(default=default, metadata={"knob": self._replace(key=key, values=values, need=need)})

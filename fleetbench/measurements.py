@@ -9,12 +9,12 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import Straggler
 
 FOREIGN_LIMIT = 0.15
-"""Mean number of cores that other programs may use. Above it, shaped links were seen to be late, so times are
-not trusted."""
+"""Largest mean number of cores that other programs may use during a measurement. Above it, shaped links were
+observed to be late, so times are not trusted."""
 
 
 def is_busy(foreign_cores: float | None) -> bool:
-    """Whether other programs used too many cores for measured times to count. False if not measured."""
+    """Whether other programs used so many cores that measured times do not count; False if unknown."""
     return foreign_cores is not None and foreign_cores > FOREIGN_LIMIT
 
 
@@ -32,13 +32,13 @@ class CollectivePoint(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads(Config):
-    """A step at one thread count, with synchronous trainers and gradients in one bucket.
+    """Times of a step at one thread count, with synchronous trainers and all gradients in one bucket.
 
     Times are means without the slowest steps.
     """
 
     thread_num: int
-    """Threads per trainer."""
+    """Number of threads per trainer."""
     step: Nanoseconds
     """Time of a step."""
     compute: Nanoseconds
@@ -48,7 +48,7 @@ class Threads(Config):
     collective_contention: float
     """Slowdown of collectives by compute; see ``LayerTable``."""
     unexplained: float
-    """Part of backward and stall with several buckets that the two slowdowns do not explain, as a share."""
+    """Share of backward and stall, in a run with several buckets, that the two slowdowns do not explain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class ModelFlops(Config):
     """Peak FLOP/s of dense products on the GPU's data sheet, in the fastest precision of the model's
     products."""
     precision: str
-    """Name of that precision."""
+    """Name of the precision that ``peak_s`` refers to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ class GradientNoise(Config):
     """Gradient noise over the first steps of a leg without exchanges; see ``real.gradient_noise``."""
 
     steps: int
-    """Number of these steps."""
+    """Number of steps over which noise was measured."""
     batch_size: int | None = None
-    """Samples in a joint batch of all trainers; none in older profiles."""
+    """Number of samples in a joint batch of all trainers; None in older profiles."""
     scale: float | None = None
     """Gradient noise scale, in joint batches of all trainers. None if it exceeds ``steps``, which is too few
     steps to measure it."""
@@ -114,16 +114,16 @@ class StragglerFit(Config):
     statements: tuple[str, ...]
     """Sentences about what was found, and what could not be."""
     base: Nanoseconds
-    """Compute at X = 0: the shortest step of a rank that is not slow. The profile's layer times add up to
-    it."""
+    """Compute time of a step at X = 0: the shortest of a rank that is not slow. The profile's layer times add
+    up to it."""
     median: Nanoseconds
-    """Median compute over all ranks."""
+    """Median compute time of a step over all ranks."""
     entries: tuple[Straggler, ...] = ()
     """Entries for ``cluster.stragglers``."""
     rank_factors: tuple[float, ...] = ()
     """Factor on each rank's compute, compared with ranks that are not slow."""
     correlation: float | None = None
-    """Rank correlation between trainers' compute in the same step; none for one trainer."""
+    """Rank correlation between trainers' compute in the same step; None for one trainer."""
     quantiles: tuple[Nanoseconds, ...] = ()
     """Quantiles of a rank's compute per step, at 50, 95 and 99 %."""
     slowest_quantiles: tuple[Nanoseconds, ...] = ()
@@ -131,5 +131,5 @@ class StragglerFit(Config):
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Drop the fitted laws that older files hold beside the entries; nothing reads them."""
+        """Return the table without the fitted laws of older files, which nothing reads any more."""
         return {name: value for name, value in data.items() if name not in ("shared", "jitter")}

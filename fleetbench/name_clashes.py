@@ -1,4 +1,4 @@
-"""Name clashes: packages of the user that have the name of one of ours and hide it."""
+"""Name clashes: a user's package with the same name as one of ours, which hides ours."""
 
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Profile: measured layer tables and the measured cost of communication, as a file.
 
-A profile holds tables for one model on one machine. Their keys include everything that changes compute. A
-profile without the right table is refused, never scaled.
+A profile holds layer tables for one model on one machine. The key of a table covers all settings that change
+compute. A profile without the right table is refused, never scaled.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SCHEMA = 2
 """Version of the file's schema. Version 2 added start times of collectives, both slowdowns, the points that
 the link is fitted to, threads, memory and stragglers."""
 EMULATED = "emulated"
-"""Device whose trainers sleep by a layer table instead of computing."""
+"""Name of the device on which trainers sleep for the times of a layer table instead of computing."""
 COMPUTE_ONLY = named("time") | named("memory")
 """Strategy fields whose whole effect on time is in the layer table."""
 COMPUTE_FIELDS = tables_of("time")
-"""Fields and tables that distinguish the layer tables of a profile."""
+"""Names of the strategy's fields and tables whose values distinguish the layer tables of a profile."""
 _COMPUTE_WORKLOAD = ("model", "model_options", "data", "data_options", "dtype", "batch_size", "optimizer", "weight_decay")
 _PLANNED_STEPS = 32
 """Number of steps over which the slowest trainer's delay is averaged."""
@@ -56,15 +56,15 @@ class Communication(Config):
     trainers: int
     link: Link
     between: Literal["trainers", "nodes"] = "trainers"
-    """Whether the link is inside a node or between nodes."""
+    """Place of the link: inside a node (``trainers``) or between nodes (``nodes``)."""
     points: tuple[CollectivePoint, ...] = ()
-    """Measured points that the link was fitted to."""
+    """Measured times to which the link was fitted."""
     largest_residual: float = 0.0
     """Largest relative difference between a point and the fitted link."""
     in_flight: tuple[Link, ...] = ()
     """Link that each collective sees when two, three, ... are in flight at once."""
     quantise: Nanoseconds = Nanoseconds(0)
-    """Compute time of a rank to send 10^6 bytes of an exchange in INT8."""
+    """Compute time of a rank per 10^6 bytes that it sends in INT8: to quantise, add and convert back."""
 
     def _validate(self) -> None:
         if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
@@ -81,23 +81,23 @@ class Profile(Config):
     machine: str
     """Processor, cores and operating system of the machine."""
     cores: int | None = None
-    """Number of cores that the trainers shared; none if not recorded."""
+    """Number of cores that the trainers shared; None if not recorded."""
     created: str
     """Date and time of the measurement, UTC."""
     foreign_cores: float | None = None
-    """Mean number of cores that other programs used during the busiest leg; none if not measured."""
+    """Mean number of cores that other programs used during the busiest leg; None if not measured."""
     tables: tuple[LayerTable, ...]
     """Layer tables, each with the key of its settings."""
     communication: Communication | None = None
-    """Cost of communication; none if not measured."""
+    """Cost of communication; None if not measured."""
     threads: tuple[Threads, ...] = ()
     """Step times at several thread counts."""
     memory: Memory | None = None
     """Memory of one trainer."""
     flops: ModelFlops | None = None
-    """FLOPs counted by an estimate; none if the step was measured."""
+    """FLOPs counted by an estimate; None if the step was measured."""
     sample_tokens: int | None = None
-    """Tokens of a sample; none if the step was measured, or if samples are no text."""
+    """Number of tokens in a sample; None if the step was measured, or if samples are not text."""
     gradient_noise: GradientNoise | None = None
     """Gradient noise. None if it was not measured: with sparse gradients or mixed precision, if the loss
     diverged, or in profiles of older versions."""
@@ -105,20 +105,20 @@ class Profile(Config):
     """Fitted stragglers. If present, the tables hold times at X = 0, to be used with its entries. Otherwise
     the tables hold medians."""
     estimated: float | None = None
-    """Half-width of the 90 % interval of times estimated from FLOPs and bytes, as a share; none if times were
+    """Half-width of the 90 % interval of times estimated from FLOPs and bytes, as a share; None if times were
     measured."""
     notes: tuple[str, ...] = ()
-    """Limits of the measurements, and which of them do not count."""
+    """Sentences about the limits of the measurements, and about those that do not count."""
 
     @property
     def busy(self) -> str | None:
-        """Warning about the machine's other load during the measurement; none if the machine was quiet."""
+        """Warning about the machine's other load during the measurement; None if the machine was quiet."""
         if not is_busy(self.foreign_cores):
             return None
         return f"the profile was measured on a busy machine: other programs used {self.foreign_cores:.2g} cores"
 
     def short_of(self, experiment: Experiment) -> str | None:
-        """Warning if the layer times exclude delays and the experiment declares no stragglers; else none."""
+        """Return a warning if layer times exclude delays but the experiment declares no stragglers, else None."""
         if self.stragglers is None or not self.stragglers.entries or experiment.cluster.stragglers:
             return None
         what = "the profile's layer times exclude stragglers' delays, but the experiment declares no stragglers"
@@ -152,7 +152,7 @@ class Profile(Config):
 
 
 def profile_of(experiment: Experiment) -> Profile | None:
-    """Return the profile that the experiment names, or none. An unchanged file is read only once."""
+    """Return the profile that the experiment names; None if it names none. An unchanged file is read once."""
     path = experiment.workload.profile
     if path is None:
         return None
@@ -175,10 +175,10 @@ def name_profile(experiment: Experiment, profile: Profile, path: Path) -> Experi
 
 
 def compute_key(experiment: Experiment, strategy: DistributedStrategy | None = None, *, device: str | None = None) -> str:
-    """Return 16 hexadecimal digits over all that changes compute: device, model, types, batch, threads.
+    """Return a key of 16 hexadecimal digits over all settings that change compute, such as device, model and batch.
 
-    The number of trainers that compute on one machine counts, too, because they share its cores. ``device``
-    is where compute was measured; the default is the run's own, and the CPU for an emulated one.
+    The number of trainers per machine is one of them, because they share its cores. ``device`` is the device
+    on which compute was measured; the default is the run's device, or the CPU for an emulated one.
     """
     strategy, workload, cluster, run = strategy or experiment.strategy, experiment.workload, experiment.cluster, experiment.run
     is_one_machine = run.launcher == "testbed" and run.device != EMULATED  # trainers that sleep share nothing
@@ -239,7 +239,7 @@ def computes_locally(strategy: DistributedStrategy) -> bool:
 
 
 def as_used(table: LayerTable, strategy: DistributedStrategy) -> LayerTable:
-    """Return the table with compute times of local steps if trainers take them, else without that factor."""
+    """Return the table with compute times of local steps if the strategy has them, else of synchronous ones."""
     if table.local_compute == 1.0:
         return table
     if not computes_locally(strategy):
@@ -265,12 +265,12 @@ def _emulated(table: LayerTable) -> LayerTable:
 def all_reduce_cost(experiment: Experiment, table: LayerTable | None = None) -> Cost:
     """Return T(S) of a ring all-reduce over all trainers; zero for one trainer.
 
-    It is the latencies of the 2 (P - 1) hops that a chunk passes, plus 2 ((P - 1) / P) S over the slower of
-    the two links. Both executors plan ``fusion = "merged_gradient"`` by this rule, whatever
+    T(S) is the sum of the latencies of the 2 (P - 1) hops that a chunk passes, plus 2 ((P - 1) / P) S over the
+    bandwidth of the slower of the two links. Both executors plan ``fusion = "merged_gradient"`` by this rule, whatever
     ``cluster.collective`` is. For ``"optimal"``, the result also has the lines of the ring's message chains,
     the longest of which is the time of a simulated ring (``plan.longest_chain``), the mean factor by which
-    declared stragglers delay the slowest trainer, and how collectives and compute disturb each other by
-    ``table``.
+    declared stragglers delay the slowest trainer, and how collectives and compute slow each other down
+    according to ``table``.
 
     ``node_overrides``, racks and shared interfaces are ignored. Raises ``ConfigError`` for a link that
     trainers use and that is neither declared nor measured.
@@ -281,9 +281,9 @@ def all_reduce_cost(experiment: Experiment, table: LayerTable | None = None) -> 
     intra, inter = links_for(experiment)
     between = 1 if cluster.nodes > 1 else 0
     nodes = [[intra] * (count - between) + [inter] * between for count in cluster.trainers_by_node]
-    hops = [link for node in nodes for link in node if link is not None]  # a link that is used is known
+    hops = [link for node in nodes for link in node if link is not None]  # no link that is used is None
     latencies = [link.latency for link in hops]
-    left_out = min(map(sum, pairwise([*latencies, latencies[0]])))  # a chunk passes all hops twice, but for two in a row
+    left_out = min(map(sum, pairwise([*latencies, latencies[0]])))  # a chunk passes every hop twice, except two adjacent ones, once
     rates = [min(link.bandwidth, link.flow_limit or link.bandwidth) for link in hops]
     steps = 2 * (cluster.trainers - 1)
     chains: tuple[Pace, ...] = ()
@@ -302,7 +302,7 @@ def all_reduce_cost(experiment: Experiment, table: LayerTable | None = None) -> 
 
 
 def _disturbances(table: LayerTable) -> dict[str, float]:
-    """Return how a collective delays and slows compute, and compute a collective, as fields of ``Cost``."""
+    """Return how collectives slow compute down, and compute collectives, as fields of ``Cost``."""
     return {
         "start_ns": float(table.host_per_collective),
         "compute_slowdown": table.contention,
@@ -322,7 +322,7 @@ def _slowest(experiment: Experiment) -> float:
 
 
 def communication_of(experiment: Experiment) -> Communication | None:
-    """Return the measured costs of communication from the experiment's profile; none without a profile."""
+    """Return the measured costs of communication from the experiment's profile; None without a profile."""
     profile = profile_of(experiment)
     return None if profile is None else profile.communication
 
@@ -330,8 +330,8 @@ def communication_of(experiment: Experiment) -> Communication | None:
 def links_for(experiment: Experiment) -> tuple[Link | None, Link | None]:
     """Return the links inside and between nodes at payload rates: as declared, or else as measured.
 
-    A profile knows the link that it was measured over, inside a node or between nodes, and not the other. A
-    link that no trainer uses may be missing. Raises ``ConfigError`` for one that is used and unknown.
+    A profile has only the link over which it was measured, inside a node or between nodes. A link that no
+    trainer uses may be None. Raises ``ConfigError`` for a link that is used and unknown.
     """
     cluster = experiment.cluster
     measured = communication_of(experiment)

@@ -1,12 +1,12 @@
 """Traces of torch.profiler: when each rank computed and communicated, and for how long.
 
-``read_traces`` gives the times, ``read_profiler`` the sums. A device may lag its host by whole steps, so a
-kernel belongs to the step in whose host time it was *launched*: a kernel and its launch
+``read_traces`` returns the times, ``read_profiler`` their sums per step. A device may lag its host by whole
+steps, so a kernel belongs to the step during which the host *launched* it: a kernel and its launch
 (``cudaLaunchKernel``, ``hipLaunchKernel``, ``cudaGraphLaunch``, ...) share one ``args.correlation``. Kernels
 before the first launched one on their stream were launched before the trace began; other kernels without a
 launch are left out, with a note. In a trace without kernels, operators count, in the step that runs them.
 
-Time in which two kernels run at once counts once. Names decide whether a kernel or operator is communication.
+Time in which two kernels run at once counts once. A kernel or operator is communication if its name says so.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ Flags = npt.NDArray[np.bool_]
 COMMUNICATION = re.compile(
     r"nccl|rccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|cross_device_reduce|nvshmem", re.IGNORECASE
 )
-"""Pattern in the names of communication, on devices and on hosts."""
+"""Pattern that the names of communicating kernels and operators contain."""
 _UNNAMED = re.compile(r"\W*(unknown|unnamed|none|null)?[\W\d_]*", re.IGNORECASE)
-"""Pattern of names that convey nothing."""
+"""Pattern of names that do not say what a kernel does."""
 _STEP = re.compile(r"ProfilerStep#?\s*(\d+)")
 _RANK = re.compile(r"rank[-_. =]?(\d+)", re.IGNORECASE)
 _WORKER = re.compile(r"(\.\d{6,})?(\.pt)?(\.trace)?\.json(\.\w+)?$")
-"""Suffix after the worker in a file's name; ``tensorboard_trace_handler`` adds a time for each profiling
-cycle."""
+"""Pattern of the suffix after the worker's name in a file name. ``tensorboard_trace_handler`` adds a time for each
+profiling cycle."""
 _COPIES = ("gpu_memcpy", "gpu_memset", "memcpy", "memset")
 _ON_DEVICE = (*_COPIES, "gpu_user_annotation", "cuda_sync")
 _RANGE = re.compile(r"enumerate\(DataLoader\)#.*__next__|Optimizer\.step#")
 _WAITS = re.compile(
     r"(cuda|hip)(Stream|Device|Event)Synchronize|(cuda|hip)Memcpy|hipMemcpyWithStream|aten::(item|_local_scalar_dense|is_nonzero|nonzero)"
 )
-"""Calls in which the host waits for the device."""
+"""Pattern of calls in which the host waits for the device."""
 _HINT = "record CPU and CUDA activities with torch.profiler.profile, and call profiler.step() after each training step"
 _LOST = 0.01
 """Largest share of a trace's kernel time that may be unnamed, or be left out without a note."""
 TRACES = (".json", ".json.gz")
-"""Ends of the names of trace files."""
+"""Endings of the names of trace files."""
 MOST_BYTES = 2**31
 """Largest size of a trace in bytes, decompressed. Larger traces are refused."""
 OUTSIDE, NEVER = -1, -2
-"""Values in place of a step: launched outside of all steps; not launched in this trace."""
+"""Values in place of a step's index: launched outside of all steps, or not in this trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Kernels, or operators in a trace without kernels. Arrays have one entry for each."""
+    """Kernels, or operators in a trace without kernels. Arrays have one entry per kernel or operator."""
 
     begin: Integers
     """Start in ns."""
     end: Integers
     """End in ns."""
     launched: Integers
-    """Time of the launch by the host in ns, -1 if it is unknown; ``begin`` of an operator."""
+    """Time in ns at which the host launched the kernel, -1 if unknown; ``begin`` for an operator."""
     at: Integers
-    """Index of its step in ``Trace.windows``, ``OUTSIDE`` or ``NEVER``."""
+    """Index of the step in ``Trace.windows``, or ``OUTSIDE`` or ``NEVER``."""
     communicates: Flags
-    """Whether it is communication."""
+    """Whether the kernel or operator is communication."""
     names: tuple[str, ...]
-    """Name of the collective, as ``allreduce``, if the trace has it; else the name of the kernel or
+    """Name of the collective, such as ``allreduce``, if the trace has it; else the name of the kernel or
     operator."""
     group_sizes: Integers
-    """Number of ranks that communicate; 0 if unknown."""
+    """Number of ranks that take part in the collective; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,18 @@ class Call:
     name: str
     thread: str
     is_python: bool = False
-    """Whether it is a Python function, named like ``train.py(12): main``, rather than an operator, range or
-    runtime call."""
+    """Whether this is a Python function, such as ``train.py(12): main``, and not an operator, range or runtime
+    call."""
 
 
 @dataclass(slots=True)
 class Host:
-    """Calls of the host, and copies on the device; empty unless ``read_traces`` is asked to keep them."""
+    """Calls of the host, and copies on the device. Empty unless ``read_traces`` was called with ``host``."""
 
     copies: list[Call] = field(default_factory=list)
     """Copies and fills on the device; their ``thread`` has no meaning."""
     ranges: list[Call] = field(default_factory=list)
-    """``enumerate(DataLoader)#...__next__`` and ``Optimizer.step#...``."""
+    """Ranges named ``enumerate(DataLoader)#...__next__`` or ``Optimizer.step#...``."""
     waits: list[Call] = field(default_factory=list)
     """Calls in which the host waits for the device."""
     calls: list[Call] = field(default_factory=list)
@@ -115,20 +115,20 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One trace file."""
+    """Content of one trace file."""
 
     path: Path
     rank: int | None
-    """Rank according to the trace; always known in ``Recorded``."""
+    """Rank according to the trace, or None; in ``Recorded``, always known."""
     world_size: int | None
-    """Number of ranks in the job, according to the trace."""
+    """Number of ranks in the job according to the trace, or None."""
     has_kernels: bool
     windows: dict[int, tuple[int, int]]
-    """Start and end of the host's steps in ns, by number, ordered by time."""
+    """Start and end of each step on the host in ns, by step number, ordered by time."""
     work: Work
     host: Host
     steps: dict[int, tuple[int, int]]
-    """Nanoseconds of compute and of communication, by step."""
+    """Nanoseconds of compute and of communication in each step, by step number."""
     longest: tuple[str, ...]
     """Names of the kernels or operators that take the most time."""
     notes: tuple[str, ...]
@@ -154,7 +154,7 @@ class Recorded:
 
 
 def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Return a row per rank and step, with ``compute_s`` and ``communication_s``; and notes about them.
+    """Return a table of ``compute_s`` and ``communication_s`` with a row per rank and step, and notes.
 
     ``sources`` are files, one per rank or per profiling cycle of a rank, or folders of them. Ranks are
     renumbered from 0 without gaps. Steps that a rank lacks, or in which it computes nothing, are left out.
@@ -180,7 +180,7 @@ def read_profiler(sources: Sequence[Path], where: str) -> tuple[pd.DataFrame, tu
 def read_traces(sources: Sequence[Path], where: str, *, host: bool = False) -> Recorded:
     """Return the traces in ``sources``, as for ``read_profiler``, and the steps in which each rank computes.
 
-    ``host`` also keeps what ``Host`` holds. Raises ``ConfigError`` if ranks or steps cannot be determined.
+    With ``host``, each ``Trace.host`` is filled. Raises ``ConfigError`` if ranks or steps cannot be determined.
     """
     traces = [_read(path, where, host=host) for path in _files(sources, where)]
     if other := next((trace for trace in traces if trace.has_kernels != traces[0].has_kernels), None):
@@ -212,7 +212,7 @@ def read_traces(sources: Sequence[Path], where: str, *, host: bool = False) -> R
 
 
 def _files(sources: Sequence[Path], where: str) -> list[Path]:
-    """Return the named traces, and those below folders."""
+    """Return the files in ``sources``, and the traces below its folders."""
     found: list[Path] = []
     for source in sources:
         files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
@@ -226,7 +226,7 @@ def _files(sources: Sequence[Path], where: str) -> list[Path]:
 
 
 def _ranks(traces: Sequence[Trace], where: str) -> tuple[list[int], list[str]]:
-    """Return each trace's rank, and notes about how it was found."""
+    """Return the rank of each trace, and notes about the source of the ranks."""
     named = [_RANK.search(trace.path.name) for trace in traces]
     told = [int(name[1]) if trace.rank is None and name else trace.rank for trace, name in zip(traces, named, strict=True)]
     ranks = [rank for rank in told if rank is not None]
@@ -246,26 +246,26 @@ def _spread(values: pd.Series[float]) -> str:
 
 @dataclass(slots=True)
 class _Events:
-    """Contents of a trace's JSON while it is parsed: an event is kept as numbers in ns, or not at all."""
+    """Events of a trace, collected while its JSON is parsed. Of an event, only times in ns and names are kept."""
 
     steps: list[tuple[int, int, int]] = field(default_factory=list)
-    """Start and end on the host, and number, of each step."""
+    """Start, end and number of each step on the host."""
     launches: dict[Any, int] = field(default_factory=dict)
-    """Start of each launch, by correlation."""
+    """Start of each launch, by its ``args.correlation``."""
     kernels: list[tuple[int, int, str, Any, Any]] = field(default_factory=list)
     """Start, end, name, correlation and stream of each kernel."""
     collectives: list[tuple[str, int]] = field(default_factory=list)
-    """Name of each kernel's collective, and number of its ranks; empty and 0 if unknown."""
+    """Name and number of ranks of each kernel's collective; empty and 0 if unknown."""
     operators: list[tuple[int, int, str]] = field(default_factory=list)
     names: Counter[str] = field(default_factory=Counter)
     """Number of annotations by name."""
     calls: Counter[str] = field(default_factory=Counter)
     """Number of calls of the device's runtime by category."""
     host: Host | None = None
-    """Calls and copies; none if they are not to be kept."""
+    """Calls and copies; None if they are not kept."""
 
     def keep(self, table: dict[str, Any]) -> Any:
-        """``object_hook`` of ``json.loads``: it drops each event from the parsed data."""
+        """Collect an event and return None in its place; an ``object_hook`` of ``json.loads``."""
         if "ph" not in table:
             return table
         if table["ph"] == "X" and "ts" in table:
@@ -369,7 +369,7 @@ def _read(path: Path, where: str, *, host: bool) -> Trace:
 
 
 def _refuse(events: _Events, place: str) -> None:
-    """Raise ``ConfigError`` for a file without steps, or with nothing in them."""
+    """Raise ``ConfigError`` for a file that is not a trace, or has no steps, or neither kernels nor operators."""
     names, calls = (", ".join(f"{num:,} x {name}" for name, num in found.most_common(4)) for found in (events.names, events.calls))
     held = f"{counted(len(events.kernels), 'kernel')}, {counted(len(events.operators), 'operator')}, annotations: {names or 'none'}"
     if not (events.steps or events.kernels or events.operators or names):
@@ -383,7 +383,7 @@ def _refuse(events: _Events, place: str) -> None:
 
 
 def _launched(events: _Events, begins: Integers, ends: Integers, place: str) -> tuple[Integers, Integers]:
-    """Return the index in ``begins`` of each kernel's step, and when it was launched; see the module."""
+    """Return the index in ``begins`` of each kernel's step, by the module's rules, and its launch time in ns."""
     launched = np.array([events.launches.get(kernel[3], -1) for kernel in events.kernels])
     if launched.max() < 0:
         raise ConfigError("has no launches of its kernels, which say of which step they are", place, f"{len(launched):,} kernels", _HINT)
@@ -402,13 +402,13 @@ def matches(names: Sequence[str], pattern: re.Pattern[str]) -> Flags:
 
 
 def _step_of(moments: Integers, begins: Integers, ends: Integers) -> Integers:
-    """Return the index in ``begins`` of the step that contains each moment."""
+    """Return for each moment the index in ``begins`` of the step that contains it, or ``OUTSIDE``."""
     at = np.searchsorted(begins, moments, side="right") - 1
     return np.where((at >= 0) & (moments < ends[at]), at, OUTSIDE)
 
 
 def _busy(begin: Integers, end: Integers) -> int:
-    """Return the nanoseconds of the union of intervals."""
+    """Return the nanoseconds that the intervals cover together."""
     begin, end = union((begin, end))
     return int((end - begin).sum())
 

@@ -56,7 +56,7 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str, number:
 
 
 def _usual(unit: str) -> str:
-    """Return the unit as the tables here spell it."""
+    """Return the unit in the spelling of ``_DURATIONS``, ``_SIZES`` and ``_BANDWIDTHS``."""
     for usual, pattern in _SPELLED.items():
         if match := re.fullmatch(pattern, unit):
             return f"{match[1].upper().replace('K', 'k')}{usual}"

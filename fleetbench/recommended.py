@@ -1,6 +1,6 @@
 """Stored recommendations, which ``strategy.auto`` loads: one strategy file for each workload and cluster.
 
-The key of a workload is its gradients, from which the plan is made; the key of a cluster is its trainers.
+A workload is identified by its gradients, from which the plan is made, and a cluster by its trainers.
 ``KEY.toml`` holds a ``[strategy]`` table after its digest. To edit the file, remove the digest line.
 """
 
@@ -28,7 +28,7 @@ def key_of(gradients: Sequence[tuple[str, int, str]], *, trainers: int, trainers
 
 
 def key_of_profiled(experiment: Experiment, table: LayerTable) -> str:
-    """Return the key of an experiment or script with known layers: the key of its model on its trainers."""
+    """Return the key of an experiment or script whose layers are those of ``table``."""
     gradients = [(gradient.name, gradient.numel, gradient.dtype) for layer in table.layers for gradient in layer.gradients]
     cluster = experiment.cluster
     device = "cuda" if experiment.run.device == "cuda" else "cpu"  # an emulated device's tensors are the host's
@@ -49,7 +49,7 @@ def keep(folder: Path, key: str, strategy: DistributedStrategy, verdict: str) ->
 
 
 def text_of(folder: Path, key: str) -> str:
-    """Return the text of a stored recommendation. Raises ``ConfigError`` if none exists for this key."""
+    """Return the text of the recommendation stored for ``key``. Raises ``ConfigError`` if there is none."""
     path = folder / f"{key}.toml"
     if not path.is_file():
         others = len(list(folder.glob("*.toml"))) if folder.is_dir() else 0

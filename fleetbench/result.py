@@ -33,7 +33,7 @@ from fleetbench.workload import LAYERS, Workload
 SCHEMA = 1
 STEPS_FILE = "steps.parquet"
 MOST_ROWS = 5_000_000
-"""Largest number of rows for which a run's table is kept without being asked for."""
+"""Largest number of rows of a table of steps that is kept by default; a larger one needs ``--table``."""
 
 _COLUMNS = "rank step start_s forward_s backward_s wait_s exposed_comm_s update_s other_s arrival_s local_steps loss bytes_sent"
 COLUMNS = tuple(_COLUMNS.split())
@@ -61,12 +61,12 @@ class StepRecord:
     """Time at which the next step starts."""
     arrival_ns: int | None
     """Time at which the rank was ready for the step's last collective, or, with synchronous servers, to push
-    its gradient; none if the step has neither."""
+    its gradient; None if the step has neither."""
     wait_ns: int | None = None
-    """Part of the stall until the last rank had started the exchange that this rank waited for. None: the
-    part until the latest arrival of any rank."""
+    """Part of the stall before the last rank started the exchange that this rank waited for. None: the part
+    before the latest ``arrival_ns`` of any rank."""
     local_steps: int | None
-    """Length of the round that this step ended, in steps; none if it ended none."""
+    """Length in steps of the round that ended with this step; None if no round ended."""
     loss: float | None
     bytes_sent: int
 
@@ -92,7 +92,7 @@ class Summary:
     trainers: int
     servers: int
     steps: int
-    """Counted steps of one trainer, without the warm-up."""
+    """Number of counted steps of one trainer, without the warm-up."""
     wall_s: float
     """Time from the first start of step 1 on any rank to the last end of the last step."""
     samples_per_s: float
@@ -115,7 +115,7 @@ class Summary:
     num_syncs: int
     """Number of rounds that ended, that is, of steps after which trainers agreed."""
     local_steps: dict[str, float] | None
-    """``mean``, ``min`` and ``max`` length of a round in steps; none if no round ended."""
+    """``mean``, ``min`` and ``max`` length of a round in steps; None if no round ended."""
     staleness: dict[str, float] | None = None
     """Staleness of gradients at parameter servers (``mean``, ``p50``, ``p95``, ``max``): number of updates
     between the parameters that a gradient was computed from and its own update. None without servers, because
@@ -126,21 +126,22 @@ class Summary:
     """Time from the start of step 1 until the target is reached: the first of three evaluations in a row that
     reach it. None if it is not reached."""
     steps_to_target: float | None = None
-    """Steps of a trainer until then, interpolated between that evaluation and the one before it."""
+    """Number of steps of a trainer until the target is reached, interpolated between that evaluation and the
+    one before it."""
     metrics: dict[str, float] | None = None
     """Metrics at the target, such as ``accuracy`` for the registry's classifiers, or values that a script
     reports beside its loss; means over the three evaluations."""
     skipped: tuple[dict[str, str], ...] = ()
-    """Lines of the experiment that this run did not realise: ``what``, and ``why``."""
+    """Settings of the experiment that this run did not realise: ``what``, and ``why``."""
     lateness_s: dict[str, float] | None = None
     """How late emulated compute was: ``layer_p50``, ``layer_p95`` and ``layer_max`` at the end of every
     layer, ``step_p50``, ``step_p95`` and ``step_max`` at the end of the backward, over all ranks and counted
     steps. None if compute was real."""
     testbed: dict[str, Any] | None = None
     """Behaviour of the testbed's links, other load on this machine, and number of void runs that were
-    repeated; none elsewhere."""
+    repeated; None for other launchers."""
     engine: str | None = None
-    """Simulation engine: ``reference`` or ``vector``; none elsewhere."""
+    """Simulation engine, ``reference`` or ``vector``; None for other executors."""
     server_load: dict[str, Any] | None = None
     """Means over the parameter servers: ``gradients_per_s`` and ``utilisation``; and
     ``staleness_histogram``, the number of gradients by staleness. None without servers, or if not measured."""
@@ -148,14 +149,14 @@ class Summary:
     """Samples and tokens per second, MFU and memory of one trainer, with the fields of
     ``fleetbench.utilisation.Utilisation``."""
     foreign_cores: float | None = None
-    """Mean number of cores that other programs used during a real run; none if not measured."""
+    """Mean number of cores that other programs used during a real run; None if not measured."""
     loss_from: str | None = None
     """Source of a simulation's losses: ``virtual trainers`` or ``a declared curve``. None for other
     executors, and without losses."""
 
     @property
     def busy(self) -> str | None:
-        """Warning about the machine's other load during the measurement; none if the machine was quiet."""
+        """Warning about the machine's other load during the measurement; None if the machine was quiet."""
         if not is_busy(self.foreign_cores):
             return None
         return f"measured on a busy machine: other programs used {self.foreign_cores:.2g} cores then, in the best of several runs"
@@ -181,22 +182,22 @@ class RunResult:
     """Table with one row per rank and step, including warm-up; empty if the run kept no table."""
     plan: Plan
     spans: tuple[Span, ...] = ()
-    """Spans of the timeline. For a stored run, ``timeline`` reads them."""
+    """Spans of the timeline; empty for a stored run, whose ``timeline`` reads them from its file."""
     recordings: tuple[Recording, ...] = ()
-    """Events and operations of every rank, or with parameter servers of every sender, server and trainer, if
-    they were requested."""
+    """Recorded events and operations, if requested: of every rank or, with parameter servers, of every sender,
+    server and trainer."""
     host_s: float = 0.0
-    """Seconds of host time that it took to execute the run."""
+    """Time in seconds that the host took to execute the run."""
     testbed: dict[str, Any] | None = None
-    """For a run on the testbed: every verified link and every watched block of steps; stored in
-    ``testbed.json``."""
+    """Record of a run on the testbed, stored in ``testbed.json``: each verified link and each watched block of
+    steps."""
     peak_bytes: tuple[int, ...] = ()
     """Peak memory of each rank in bytes, if measured; stored in ``manifest.json``. See
     ``real.layer_times``."""
     held_out: tuple[tuple[int, float], ...] = ()
     """Step and held-out loss of every evaluation; stored in ``manifest.json``."""
     path: Path | None = None
-    """Folder of a stored run; none if the run is not stored."""
+    """Folder of a stored run; None if the run is not stored."""
 
     @property
     def timeline(self) -> pd.DataFrame:
@@ -221,9 +222,9 @@ def runs_table(runs: Mapping[str, RunResult]) -> pd.DataFrame:
 
 
 def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
-    """Return a table with one row per rank and step, which splits stalls into waits and exposed communication.
+    """Return a table with one row per rank and step, in which stalls are split into waits and exposed communication.
 
-    A stall is a wait for the slowest rank until that rank has started the exchange; the rest is exposed
+    A stall counts as waiting until the slowest rank has started the exchange; the rest is exposed
     communication. Raises ``ConfigError`` if times or bytes exceed 64 bits.
     """
     if any(max(record.end_ns, record.bytes_sent) > LARGEST for record in records):
@@ -235,7 +236,7 @@ def steps_table(records: Sequence[StepRecord]) -> pd.DataFrame:
 
 
 def steps_table_of(frame: pd.DataFrame) -> pd.DataFrame:
-    """Compute ``steps_table`` from records given as columns, sorted by rank and step."""
+    """Return ``steps_table`` of records that are given as columns, sorted by rank and step."""
     arrival = frame["arrival_ns"].astype("Int64")
     compute_end = frame["start_ns"] + frame["read_ns"] + frame["forward_ns"] + frame["backward_ns"]
     stall_begin = np.maximum(arrival.fillna(0).to_numpy(dtype=np.int64), compute_end)
@@ -262,11 +263,11 @@ def step_times(table: pd.DataFrame) -> pd.Series:
 
 
 def step_s_of(result: RunResult) -> float:
-    """Return the seconds per step over whole rounds, which any length of training has at a fixed batch size.
+    """Return the seconds per step over whole rounds, so that runs of any length are comparable.
 
-    With parameter servers, it is the mean of the trainer with the longest steps. For runs shorter than a
-    round, and runs that leave out steps beside an evaluation, it is the time from the first start to the last
-    end, per step.
+    With parameter servers, this is the mean of the trainer with the longest steps. For runs shorter than a
+    round, and runs that leave out steps near an evaluation, it is the time from the first start to the last
+    end divided by the number of steps.
     """
     table, rounds = result.steps, _rounds_of(result)
     if result.experiment.strategy.mode == "ps" and len(table):
@@ -279,9 +280,9 @@ def step_s_of(result: RunResult) -> float:
 
 
 def parts_of(result: RunResult) -> dict[str, float]:
-    """Return the parts of ``step_s_of`` in seconds, by the summary's names.
+    """Return the parts of ``step_s_of`` in seconds, by their names in ``Summary``.
 
-    They are means over steps, and over trainers if these train in step.
+    They are means over steps and trainers; with parameter servers, only over the steps of the slowest trainer.
     """
     names, rounds = ("compute_s", "wait_s", "exposed_comm_s", "update_s", "other_s"), _rounds_of(result)
     if result.experiment.strategy.mode == "ps" and len(result.steps):
@@ -367,7 +368,7 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
 
 
 def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """Return the ``skipped`` entry for trainers that exchange with servers earlier than planned."""
+    """Return a ``skipped`` entry if trainers exchange with servers earlier than planned, else an empty list."""
     if experiment.strategy.mode != "ps":
         return []
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
@@ -393,12 +394,12 @@ def takes_no_time() -> ConfigError:
 
 
 def skip(what: str, why: str) -> dict[str, str]:
-    """Return an entry of ``skipped``: a line of the experiment that this run did not realise."""
+    """Return an entry of ``Summary.skipped``: a setting that this run did not realise, and the reason."""
     return {"what": what, "why": why}
 
 
 def skipped_by_layers(workload: Workload, strategy: DistributedStrategy) -> list[dict[str, str]]:
-    """Return the changed strategy fields that matter for measured layers but that declared layers ignore."""
+    """Return ``skipped`` entries for changed strategy fields that affect measured but not declared layer times."""
     known = "strategy.fetch_every_n_steps" if workload.host is not None and workload.host.fetch else None
     names = [name for name, _ in changed_fields(strategy, "strategy") if name in COMPUTE_ONLY and name != known]
     return [skip(name, "declared layer times do not depend on it") for name in names if workload.model == LAYERS]

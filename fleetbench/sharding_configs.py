@@ -1,4 +1,4 @@
-"""``sharding_configs``: a table of the strategy, and replacements for Paddle's keys that it does not have."""
+"""``sharding_configs``: a table of the strategy, and replacements for keys of Paddle's that do not exist here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PADDLES = {
     "optimize_offload": "the optimizer's state stays on the device: shard it among more trainers",
     "gradient_merge_acc_step": "set gradient_merge and gradient_merge_configs.k_steps",
 }
-"""Keys of Paddle's ``sharding_configs`` that do not exist here, with what replaces them."""
+"""Replacements for the keys of Paddle's ``sharding_configs`` that do not exist here, by key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +33,18 @@ class ShardingConfigs(Config):
     stage: Literal[1, 2, 3] = 1
     """Stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters."""
     sharding_degree: int = Knob("plan clock restarts", "sharding")(0)
-    """Trainers per shard group, a divisor of the number of trainers. If there are several groups, they are
+    """Number of trainers per shard group, a divisor of the number of trainers. If there are several groups, they are
     replicas of each other (HSDP). 0: all trainers in one group."""
     reshard_after_forward: bool | int = True
-    """Stage 3: free a block's parameters after its forward, and gather them again for its backward. A number
-    n keeps them sharded over n neighbours, which gather them among themselves."""
+    """Stage 3: free a block's parameters after its forward, and gather them again for its backward. With a
+    number n, they stay sharded over n neighbouring trainers, which gather them among themselves."""
     param_dtype: Literal["own", "bfloat16"] = "own"
     """Type in which parameters are gathered and used in compute. Shards, sums of gradients and updates keep
     the parameter's own type. ``"bfloat16"`` needs ``amp`` in BF16; activations between blocks and the weights
     of normalisations are then in BF16, too."""
     blocks: tuple[str, ...] = ()
-    """Names of the submodules that are gathered as units, in forward order. If empty: each module in the
-    model's lists."""
+    """Names of the submodules that are gathered as units, in forward order. Default: each module in a list of
+    modules."""
 
     def _validate(self) -> None:
         at_least(self, 0, "sharding_degree")
@@ -56,9 +56,9 @@ class ShardingConfigs(Config):
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the table.
+        """Return a copy of the table.
 
-        Raises ``ConfigError`` for keys of Paddle's that do not exist here, with what to use instead.
+        Raises ``ConfigError`` for a key of Paddle's that does not exist here, with its replacement.
         """
         for key in data.keys() & _PADDLES.keys():
             raise ConfigError("is Paddle's, and not here", key, repr(data[key]), _PADDLES[key])

@@ -1,4 +1,4 @@
-"""Sets of points in time, as intervals in ns."""
+"""Spans: sets of points in time, as intervals in ns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Spans = tuple[Integers, Integers]
 
 
 def union(*sets: Spans) -> Spans:
-    """Return the times in at least one of the sets, which may overlap internally and have any order."""
+    """Return the times that are in at least one of the sets, whose intervals may overlap and be unsorted."""
     return _sweep(sets, (), 1)
 
 
 def within(*sets: Spans) -> Spans:
-    """Return the times in all of the sets."""
+    """Return the times that are in all of the sets."""
     return _sweep(sets, (), len(sets))
 
 
@@ -29,7 +29,7 @@ def without(spans: Spans, other: Spans) -> Spans:
 
 
 def _sweep(sets: Sequence[Spans], but: Sequence[Spans], least: int) -> Spans:
-    """Return the times that at least ``least`` intervals of ``sets`` hold, minus twice those of ``but``."""
+    """Return the times that lie in at least ``least`` intervals of ``sets``; each of ``but`` subtracts two."""
     parts = [
         (part, sign)
         for each, weight in ((sets, 1), (but, -2))
@@ -47,7 +47,7 @@ def _sweep(sets: Sequence[Spans], but: Sequence[Spans], least: int) -> Spans:
 
 
 def lengths(spans: Spans, windows: Spans) -> Integers:
-    """Return the nanoseconds of the spans within each window."""
+    """Return for each window the nanoseconds of it that the spans cover."""
     begins, ends = spans
     if not len(begins):
         return np.zeros(len(windows[0]), dtype=np.int64)

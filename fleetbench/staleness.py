@@ -1,4 +1,4 @@
-"""Staleness: age of the parameters from which pushes to a parameter server were computed, and server load."""
+"""Staleness of the parameters from which pushes to parameter servers were computed, and load of the servers."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -17,13 +17,13 @@ class ServerLoad:
     busy_s: float
     """Seconds in which the server was busy."""
     staleness: Mapping[int, int]
-    """Number of gradients, or of pushes in GeoSGD, by the number of updates each has missed."""
+    """Number of gradients, or of pushes in GeoSGD, by the number of updates that they have missed."""
 
 
 def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
-    """Return ``gradients_per_s`` and ``utilisation`` (share of time busy), both as means over the servers.
+    """Return ``gradients_per_s``, ``utilisation`` (share of time busy) and ``staleness_histogram``.
 
-    ``staleness_histogram`` is over all servers.
+    The first two are means over the servers, the histogram is the sum over them.
     """
     counts = counts_of(servers)
     spans_s = [max(server.span_s, 1e-9) for server in servers]
@@ -35,15 +35,15 @@ def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
 
 
 def counts_of(servers: Sequence[ServerLoad]) -> Counter[int]:
-    """Return the staleness of all servers' pushes."""
+    """Return the number of gradients by staleness, summed over the servers."""
     return sum((Counter(server.staleness) for server in servers), Counter[int]())
 
 
 def quantiles_of(counts: Mapping[int, int]) -> dict[str, float] | None:
-    """Return ``mean``, ``p50``, ``p95`` and ``max`` of numbers given as counts, such as missed updates.
+    """Return ``mean``, ``p50``, ``p95`` and ``max`` of numbers, such as missed updates.
 
-    None if there are no numbers. A quantile is the smallest number that at least this share of them does not
-    exceed.
+    ``counts`` says how often each number occurs. None if it is empty. A quantile is the smallest number that
+    at least this share of the numbers does not exceed.
     """
     total = sum(counts.values())
     if not total:

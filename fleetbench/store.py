@@ -1,4 +1,4 @@
-"""Store: folders below ``--out``, of runs and others.
+"""Store: folders of results below ``--out``.
 
 A folder counts only once it has a manifest, which is written last and holds the digests of all files.
 """
@@ -43,9 +43,10 @@ def new_run_id() -> str:
 
 @contextlib.contextmanager
 def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None = None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a new folder below ``root`` to fill, and its manifest to extend, which is written last.
+    """Create a folder below ``root``, and yield it with its manifest, for the caller to fill and to extend.
 
-    After an error the folder is removed. Raises ``EnvironmentLacks`` if it cannot be created.
+    The manifest is written last. After an error the folder is removed. Raises ``EnvironmentLacks`` if it
+    cannot be created.
     """
     run_id, existed = run_id or new_run_id(), root.exists()
     folder = root / f"{experiment.name}-{kind}-{experiment.digest()}-{run_id}"
@@ -61,12 +62,12 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
         "host": machine(),
         "versions": versions(),
         "commit": commit(),
-        "environment": dict(sorted((here | experiment.run.environment).items())),  # the workers' own: the experiment's take precedence
+        "environment": dict(sorted((here | experiment.run.environment).items())),  # the experiment's variables override the shell's
     }
     try:
         yield folder, manifest
         write_whole(folder / MANIFEST, sealed_json({**manifest, "files": digests_of(folder)}))
-    except BaseException:  # a Ctrl-C too leaves no half of it
+    except BaseException:  # a Ctrl-C, too, must not leave a partial folder
         shutil.rmtree(folder, ignore_errors=True)
         if not existed:
             with contextlib.suppress(OSError):  # another process has written there in the meantime
@@ -75,7 +76,7 @@ def new_folder(experiment: Experiment, kind: str, root: Path, run_id: str | None
 
 
 def save_run(result: RunResult, root: str | Path) -> RunResult:
-    """Write a run below ``root``, return it with its path. Raises ``EnvironmentLacks`` if writing fails."""
+    """Write a run below ``root``, and return it with its path. Raises ``EnvironmentLacks`` if writing fails."""
     summary = result.summary
     try:
         with new_folder(result.experiment, summary.executor, Path(root), summary.run_id) as (path, manifest):
@@ -99,7 +100,7 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
 
 
 def _runs_below(path: Path) -> str:
-    """Describe where the newest run below a folder is, or where runs usually are."""
+    """Return a hint that names the newest run below a folder, or the usual place of runs."""
     found = sorted(
         (file.parent for file in path.glob(f"*/{MANIFEST}") if file.with_name("summary.json").exists()),
         key=lambda folder: folder.stat().st_mtime,
@@ -178,7 +179,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache  # of the code that runs: what is checked out later is not loaded
 def commit() -> str | None:
-    """Return the commit of the checkout that this package runs from; none if it was installed."""
+    """Return the commit of the checkout that this package runs from; None if it was installed."""
     here = Path(__file__).resolve().parent.parent
     if not (here / ".git").exists():
         return None

@@ -1,9 +1,9 @@
-"""Stragglers: by how much a trainer's step is delayed, the same in every executor.
+"""Stragglers: delays X of each trainer's steps, which are the same in every executor.
 
-A trainer's compute (forward and backward) takes ``1 + X`` times its own time, X >= 0. X is a counter-based
-function of (seed, entry, rank or node, step), so that no other draw shifts it and both executors read the
-same value. It is quantised to 2^-24 once, after the product over the entries in file order, so that clocks
-agree to the nanosecond.
+With a delay X >= 0, a trainer's compute (forward and backward) takes ``1 + X`` times its own time. X is a
+counter-based function of (seed, entry, rank or node, step), so it does not depend on other draws, and all
+executors read the same value. It is quantised to 2^-24 once, after the product over the entries in file
+order, so that clocks agree to the nanosecond.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds, PerStep, Steps
 
 ONE = 2**24
-"""Unit of X: it is held as an integer number of 2^-24."""
+"""X = 1 in units of 2^-24, in which X is stored as an integer."""
 
 LARGEST = 10**6
-"""Largest factor, mean and product 1 + X. With more than a million, nanoseconds would soon exceed 64 bits."""
+"""Largest factor, mean and product 1 + X. With larger ones, nanoseconds would soon exceed 64 bits."""
 
 
 Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
@@ -60,9 +60,9 @@ class NodeShock(_Law):
 
     kind: ClassVar[str] = "node_shock"
     scope: Literal["node", "cluster"] = "node"
-    """Whether the ranks of a node share a delay, or all ranks of the cluster."""
+    """Ranks that share a delay: those of a node, or all ranks of the cluster."""
     rate: PerStep = PerStep(1.0)
-    """Share of steps that are hit."""
+    """Share of steps that are delayed."""
 
     def _validate(self) -> None:
         _Law._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
@@ -98,16 +98,17 @@ class SlowNode(_Slow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode(_Slow):
-    """Markov fail-slow: a healthy rank becomes slow with probability ``rate`` and recovers after ``length``.
+    """Slow episodes (Markov fail-slow): in each step, a healthy rank becomes slow with probability ``rate``.
 
-    Ranks are healthy before step 1. The length of an episode is geometric.
+    It recovers after ``length`` steps on average; lengths are geometrically distributed. Ranks are healthy
+    before step 1.
     """
 
     kind: ClassVar[str] = "episode"
     rate: PerStep
     """Probability per step that a healthy rank becomes slow."""
     length: Steps
-    """Mean length of an episode."""
+    """Mean length of an episode in steps."""
 
     def _validate(self) -> None:
         _Slow._validate(self)  # noqa: SLF001  # a slotted dataclass has no ``super()``
@@ -133,9 +134,9 @@ class Empirical(Config):
 class Blocks(Config):
     """Delays drawn in blocks of consecutive measured steps, for all ranks: a circular block bootstrap.
 
-    It preserves what neighbouring steps, and ranks in the same step, have in common (Politis and Romano
-    1992). Ranks beyond the R measured ones reuse the measured rows; each further R ranks draw blocks of their
-    own.
+    It preserves correlations between neighbouring steps, and between ranks in the same step (Politis and
+    Romano 1992). Ranks beyond the R measured ones reuse the measured rows; each further group of R ranks draws
+    its own blocks.
     """
 
     kind: ClassVar[str] = "blocks"
@@ -194,11 +195,11 @@ def draws(
 
 
 def stretch(base_ns: int, x: int) -> int:
-    """``round((1 + X) * base_ns)`` in integers, half up; ``x`` is X in units of 2^-24."""
+    """Return ``(1 + X) * base_ns``, rounded half up in integer arithmetic; ``x`` is X in units of 2^-24."""
     return (int(base_ns) * (ONE + int(x)) + ONE // 2) // ONE  # numpy's integers would overflow at minutes
 
 
-def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:  # one a kind
+def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes: Integers, steps: Integers) -> Floats:  # branch per kind
     shape = (len(ranks), len(steps))
     if isinstance(straggler, SlowRank | SlowNode):
         slow = np.isin(ranks, straggler.ranks) if isinstance(straggler, SlowRank) else np.isin(nodes, straggler.nodes)
@@ -223,7 +224,7 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:
-    """Simulate the chain of every rank from step 1, because a step's state depends on all steps before it."""
+    """Return X by rank and step, simulated from step 1 because a state depends on all steps before it."""
     last = int(steps[-1])
     if last < 1:
         return np.zeros((len(ranks), len(steps)))
@@ -254,7 +255,7 @@ def _unit_interval(words: npt.NDArray[np.uint64]) -> Floats:
 
 
 def splitmix64(word: Any) -> Any:
-    """SplitMix64's output function (Steele, Lea and Flood 2014, figure 16), on uint64 arrays."""
+    """Return SplitMix64's output (Steele, Lea and Flood 2014, figure 16) for each word of a uint64 array."""
     with np.errstate(over="ignore"):
         z = np.asarray(word, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -263,7 +264,7 @@ def splitmix64(word: Any) -> Any:
 
 
 def quantile(law: Distribution, u: Floats, mean: float, cv: float) -> Floats:
-    """Return the quantile of the law, X at probability ``u``."""
+    """Return the quantiles of X at the probabilities ``u``, for a distribution with this mean and ``cv``."""
     from scipy import special  # scipy takes 0.2 s to import, which a cluster without jitter need not pay
 
     if law == "constant" or mean == 0.0:

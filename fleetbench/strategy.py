@@ -39,7 +39,7 @@ _READ_WITH: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
     *((switch, (True,), (f"{switch}_configs",)) for switch in _TABLES),
     ("sharding", (False,), ("fuse_all_reduce_ops", "fuse_grad_size_in_MB", "fuse_grad_count")),
 )
-"""Rows of (a field, the values of it with which other fields are read, the names of those fields)."""
+"""Rows of (name of a field, its values with which other fields have an effect, names of those fields)."""
 _NEEDED = tuple((switch, on, name) for switch, on, names in _READ_WITH for name in names)
 MOST_COMMUNICATORS = 64
 """Largest ``nccl_comm_num``. Each communicator is a process group with its own connections on every trainer,
@@ -81,10 +81,10 @@ class BuildStrategy(Config):
     fuse_relu_depthwise_conv: bool = False
     """Fuse a ReLU with the depthwise convolution after it."""
     enable_backward_optimizer_op_deps: bool = Knob("plan clock", "update by bucket")(True, "update_by_bucket", (False, True), "loop")
-    """Whether the update waits for the whole backward. If false, the parameters of a bucket update as soon as
-    it arrives."""
+    """Whether the update waits for the whole backward. If false, the parameters of a bucket are updated as soon
+    as the bucket has been exchanged."""
     enable_sequential_execution: bool = _CLOCK(False)
-    """Use deterministic algorithms, in definition order, for debugging."""
+    """For debugging: use deterministic algorithms, and execute operations in order, without overlap."""
     compile_split: Literal["block", "bucket"] = _COMPUTE("block")
     """No effect: op fusion compiles each block separately."""
 
@@ -116,7 +116,7 @@ class Averaging(Config):
             raise ConfigError("must be at least 0 and below 1", "outer_momentum", repr(self.outer_momentum), "DiLoCo's is 0.9")
 
     def shared(self) -> dict[str, Any]:
-        """Return the values of the fields that both kinds of local steps have, by name."""
+        """Return the values of the fields that fixed and adaptive local steps have in common, by name."""
         return {name: getattr(self, name) for name in defaults_of(Averaging)}
 
     @property
@@ -130,23 +130,24 @@ class LocalSGDConfigs(Averaging):
     """``localsgd_configs``: when trainers synchronise, and what they average."""
 
     k_steps: int = _LOCAL(1, "local_steps", (1, 2, 4, 8, 16), "target")
-    """Local steps per round, K."""
+    """Number of local steps per round, K."""
     begin_step: int = 1
     """``fleet``: trainers synchronise at every step up to this one (counted from 1). With an outer optimizer,
     the default 1 means no such steps, so that the first round is whole. ``torch``: first step that
     synchronises."""
     schedule: Literal["fleet", "document", "torch"] = "fleet"
-    """Published schedule that counts the steps: see ``fleetbench.plan.local_sgd``."""
+    """Published schedule by which trainers synchronise: see ``fleetbench.plan.local_sgd``."""
     warmup_epochs: int = 0
-    """Epochs before the ``document`` schedule starts (Fleet's ``local_sgd_is_warm_steps``)."""
+    """Number of epochs with K = 1 at the start of the ``document`` schedule (Fleet's
+    ``local_sgd_is_warm_steps``)."""
     warmup: Literal["exp", "const", "linear"] = "exp"
     """How K grows in the ``document`` schedule after its warm-up."""
     fragments: int = 1
     """Number of fragments of the model. One fragment is exchanged every ``k_steps / fragments`` updates
     (Streaming DiLoCo, arXiv 2501.18512)."""
     overlap_steps: int = 0
-    """Number of updates that overlap the exchange of a fragment. Trainers take the difference that many
-    updates before they merge it."""
+    """Number of updates that overlap the exchange of a fragment. A trainer takes its difference that many
+    updates before it merges the average."""
     mixing: float = 0.0
     """Weight of a trainer's own values when a fragment is merged, from 0 to 1."""
     outer_wire: Literal["fp32", "int8"] = _UNTRAINED("fp32")
@@ -211,7 +212,7 @@ class GradientMergeConfigs(Config):
     """``gradient_merge_configs``: accumulate k micro-batches, then communicate and update once."""
 
     k_steps: int = 1
-    """Micro-batches per update."""
+    """Number of micro-batches per update."""
     avg: bool = True
     """Divide the sum of gradients by ``k_steps``."""
     remainder: Literal["carry", "flush", "drop"] = "carry"
@@ -232,9 +233,9 @@ class AmpConfigs(Config):
     init_loss_scaling: float = 32768.0
     """Loss scale of the first update."""
     incr_every_n_steps: int = 1000
-    """Updates in a row without overflow after which the scale grows."""
+    """Number of updates in a row without overflow after which the scale grows."""
     decr_every_n_nan_or_inf: int = 2
-    """Updates in a row with overflow after which the scale shrinks."""
+    """Number of updates in a row with overflow after which the scale shrinks."""
     incr_ratio: float = 2.0
     """Factor by which the scale grows."""
     decr_ratio: float = 0.8
@@ -263,26 +264,26 @@ class ASyncConfigs(Config):
     """``a_sync_configs``: the asynchronous parameter server and GeoSGD."""
 
     k_steps: int = -1
-    """0: asynchronous; above 0: GeoSGD with at most this many steps between exchanges; -1: chosen
-    automatically."""
+    """Mode. 0: asynchronous. Above 0: GeoSGD with at most ``k_steps`` steps between exchanges. -1: GeoSGD if the
+    optimizer is SGD and memory suffices, otherwise asynchronous."""
     max_merge_var_num: int = 1
-    """Asynchronous: gradients summed into one push; fewer if the trainer is idle."""
+    """Asynchronous: number of gradients that are summed into one push; fewer if the trainer is idle."""
     send_queue_size: int = 16
-    """Asynchronous: gradients that may wait for the trainer's sender before the trainer itself has to
-    wait."""
+    """Asynchronous: number of gradients that may wait for the trainer's sender before the trainer itself has
+    to wait."""
     independent_recv_thread: bool = False
-    """Asynchronous: pull beside pushes instead of in turn with them."""
+    """Asynchronous: pull in parallel with pushes, instead of alternating with them."""
     min_send_grad_num_before_recv: int = 1
-    """Asynchronous: gradients sent between two pulls of dense parameters."""
+    """Asynchronous: number of gradients that are sent between two pulls of dense parameters."""
     thread_pool_size: int = 1
-    """Asynchronous: pushes that may be unacknowledged at a time."""
+    """Asynchronous: number of pushes that may be unacknowledged at once."""
     send_wait_times: int = 1
-    """Pauses of 10 ms without a step after which a trainer counts as idle and sends everything in its
-    queue."""
+    """Number of pauses of 10 ms without a step after which a trainer counts as idle and sends everything in
+    its queue."""
     runtime_split_send_recv: bool = Knob("way")(False)
     """No effect; true is refused."""
     launch_barrier: bool = True
-    """``fleet.init_worker()`` waits for all trainers."""
+    """Whether ``fleet.init_worker()`` waits for all trainers."""
 
     def _validate(self) -> None:
         at_least(self, -1, "k_steps")
@@ -310,7 +311,7 @@ class DistributedStrategy(Config):
     )
     """Soft cap of a bucket in MiB (as in Fleet, despite the name); 0: one bucket for everything."""
     fuse_grad_count: int = _FUSION(50)
-    """Soft cap of a bucket, in gradients; 0 and 1: no cap."""
+    """Soft cap on the number of gradients in a bucket; 0 or 1: no cap."""
     fusion: Literal["fleet", "ddp", "by_number", "merged_gradient", "optimal"] = _FUSION(
         "fleet", "fusion", ("merged_gradient", "optimal", "off")
     )
@@ -321,7 +322,7 @@ class DistributedStrategy(Config):
     """``ddp``: cap of the first bucket in MiB; 0: the cap of the other buckets. DistributedDataParallel uses
     1 if no ``bucket_cap_mb`` is given."""
     fuse_grad_size_in_num: int = _FUSION(8)
-    """``by_number``: gradients per bucket and dtype."""
+    """``by_number``: number of gradients per bucket and dtype."""
     last_comm_group_size_MB: float = _FUSION(1.0)  # noqa: N815  # Fleet's name
     """``by_number``: size of the small last bucket, in MiB."""
 
@@ -329,9 +330,10 @@ class DistributedStrategy(Config):
     """All-reduce in a hierarchy: reduce inside each node, all-reduce between nodes, broadcast inside each
     node."""
     hierarchical_inner_ranks: int = _HIERARCHY(0)
-    """Ranks per inner group; 0: the trainers of a node."""
+    """Number of ranks per inner group; 0: the trainers of a node."""
     hierarchical_variant: Literal["leader", "reduce_scatter"] = _HIERARCHY("leader")
-    """Fleet's leaders, or a reduce-scatter that uses every link of the node."""
+    """Reduction inside a node: to a ``leader``, as in Fleet, or by ``reduce_scatter``, which uses every link of
+    the node."""
     fp16_allreduce: bool = _WIRE(False, "wire", ("fp32", "fp16", "bf16"), "rounding")
     """Send gradients as FP16."""
     bf16_allreduce: bool = _WIRE(False)
@@ -339,8 +341,8 @@ class DistributedStrategy(Config):
     nccl_comm_num: int = _COMMUNICATORS(1, "nccl_comm_num", (1, 2))
     """Number of communicators. Bucket i uses communicator i mod ``nccl_comm_num``."""
     sync_nccl_allreduce: bool = _COMMUNICATORS(True, "sync_nccl_allreduce", (True, False), "waiting")
-    """Allow one bucket in flight over all communicators. If false, each communicator carries as many as its
-    backend allows (``fleetbench.plan.groups``)."""
+    """Allow only one bucket in flight over all communicators. If false, each communicator carries as many
+    buckets as its backend allows (``fleetbench.plan.groups``)."""
     find_unused_parameters: bool = _CLOCK(False)
     """Handle parameters that a step's loss does not use, instead of refusing the step."""
     broadcast_buffers: bool = Knob("plan virtual digits")(True)
@@ -350,7 +352,7 @@ class DistributedStrategy(Config):
     build_strategy: BuildStrategy = _GRAPH(BuildStrategy())
     """Op fusion and the order of operators."""
     thread_num: int = Knob("plan servers clock time", "threads")(1, "thread_num", (1, 2), "model")
-    """CPU threads per trainer (torch's intra-op threads)."""
+    """Number of CPU threads per trainer (torch's intra-op threads)."""
     sync_batch_norm: bool = Knob("plan way time")(False)
     """Compute batch statistics over all trainers."""
     cudnn_exhaustive_search: bool = _COMPUTE(True)
@@ -360,7 +362,7 @@ class DistributedStrategy(Config):
     fraction_of_gpu_memory_to_use: float | None = Knob("plan clock memory")(None)
     """Share of the device's memory that is reserved at the start."""
     fetch_every_n_steps: int = Knob("plan servers clock time")(1)
-    """Steps between two reads of results from the device."""
+    """Number of steps between two reads of results from the device."""
 
     lr_scale: float = Knob("plan virtual servers way", "learning rate")(1.0)
     """Factor on the optimizer's learning rate in every update. With n times the samples per update, Goyal et
@@ -456,7 +458,7 @@ class DistributedStrategy(Config):
 
     @classmethod
     def parse(cls, text: str, path: str) -> DistributedStrategy:
-        """Return the strategy in the text of a file at ``path``. Raises ``ConfigError`` like ``load``."""
+        """Return the strategy in ``text``; ``path`` names it in errors. Raises ``ConfigError`` like ``load``."""
         data = read_toml(text, path, _NOT_TOML)
         if not data:
             raise ConfigError("holds no strategy", path, hint=_NO_STRATEGY)
@@ -470,7 +472,7 @@ class DistributedStrategy(Config):
     def save(self, path: str | Path, *comments: str) -> None:
         """Write a ``[strategy]`` table of the fields that differ from the defaults.
 
-        Its digest and ``comments``, one per line, come first.
+        A line with the digest and one line per comment come first.
         """
         header = "".join(f"# {line}\n" for line in comments)
         write_whole(Path(path), sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
@@ -482,8 +484,8 @@ class DistributedStrategy(Config):
     def replace(self, **changes: Any) -> DistributedStrategy:
         """Return a copy with some fields changed.
 
-        A ``*_configs`` may be given as a table: the keys that it names change, the others stay. Raises
-        ``ConfigError`` for an unknown field.
+        A ``*_configs`` may be given as a table, of which only the given keys change. Raises ``ConfigError``
+        for an unknown field.
         """
         translated = self.translate(changes)
         for name, value in translated.items():
@@ -492,7 +494,7 @@ class DistributedStrategy(Config):
         return dataclasses.replace(self, **translated)
 
     def without(self, *names: str) -> DistributedStrategy:
-        """Return a copy with the fields of these dotted names, and their dependent fields, at defaults."""
+        """Return a copy with the fields of these dotted names, and fields that then have no effect, at defaults."""
         plain, reset = DistributedStrategy(), dict[str, dict[str, Any]]()
         for name in (name.removeprefix("strategy.") for name in names):
             table, _, key = name.rpartition(".")
@@ -518,7 +520,7 @@ class DistributedStrategy(Config):
 
     @property
     def averaging(self) -> Averaging:
-        """Settings of what trainers with local steps average besides parameters."""
+        """Settings in use of the state that trainers with local steps average besides parameters."""
         return self.adaptive_localsgd_configs if self.adaptive_localsgd else self.localsgd_configs
 
     @property
@@ -542,7 +544,7 @@ class DistributedStrategy(Config):
 
     @property
     def follows_loss(self) -> bool:
-        """Whether the strategy needs to know the loss."""
+        """Whether decisions of the strategy depend on the loss."""
         return self.adaptive_localsgd and self.adaptive_localsgd_configs.variant != "qsr"
 
     @property
@@ -561,7 +563,7 @@ _EXPERIMENT = frozenset({"name", "strategy", "workload", "cluster", "tune", "run
 
 
 def difference(data: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``data`` whose values differ from ``base``, also inside tables."""
+    """Return the items of ``data`` that differ from those of ``base``, also inside tables."""
     changed: dict[str, Any] = {}
     for key, value in data.items():
         if key in base and value == base[key]:

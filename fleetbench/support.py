@@ -1,4 +1,4 @@
-"""Executors refuse by name the fields that they do not execute yet; they never ignore one silently."""
+"""Support of fields: executors refuse fields that they do not execute, by name, and never ignore one silently."""
 
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -45,8 +45,8 @@ _HINTS = {
 def refuse_unexecuted(value: Config, prefix: str, executes: AbstractSet[str], executor: str, hint: str = _HINT) -> None:
     """Raise ``ConfigError`` for the first changed field of ``value`` that ``executes`` does not name.
 
-    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``; ``hint`` is for fields
-    without their own hint.
+    ``executes`` holds dotted names such as ``strategy.localsgd_configs.k_steps``; ``hint`` is for fields that
+    have no hint of their own.
     """
     for name, current in changed_fields(value, prefix):
         if name not in executes:

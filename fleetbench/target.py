@@ -1,4 +1,4 @@
-"""Target: when a training run has reached its loss, and the median over runs of which some never do."""
+"""Target: when a run reaches its target loss, and the median time over runs, some of which never reach it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class Crossing(NamedTuple):
 
 
 def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Crossing | None:
-    """Return the crossing of the target by successive ``(step, loss)``.
+    """Return the point at which successive evaluations ``(step, loss)`` reach the target.
 
-    None if it is not confirmed, or if there is no target.
+    None without a target, or if fewer than ``HITS_IN_A_ROW`` evaluations in a row reach it.
     """
     if target is None:
         return None
@@ -35,9 +35,9 @@ def crossing(evaluated: Sequence[tuple[int, float]], target: float | None) -> Cr
 
 
 def median_arrival(times: Sequence[float | None]) -> float | None:
-    """Return the time by which half of the runs have reached the target; none if fewer have.
+    """Return the time by which half of the runs have reached the target; None if fewer have.
 
-    ``times`` has None for a run that had not reached it by the end, which is the same for all runs.
+    In ``times``, None is a run that did not reach it. All runs have the same length.
     """
     half = (len(times) + 1) // 2
     return next(iter(sorted(time for time in times if time is not None)[max(half - 1, 0) : half]), None)

@@ -22,7 +22,7 @@ _MOST_BYTES = 300 * MOST_EVENTS
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span on one track.
+    """Span of time on one track.
 
     Names are the same in every executor: ``forward``, ``backward``, ``wait``, ``update``, ``merge`` and
     ``all_reduce 3`` (the bucket). ``start 3``, the part of the backward that starts bucket 3, lies within the
@@ -53,8 +53,8 @@ Track = tuple[int, str, int]
 def on_tracks(spans: Iterable[Span]) -> list[tuple[Track, Span]]:
     """Return the spans sorted by rank, stream and start, each with its track.
 
-    Overlapping spans of a communication stream get different rows. All spans of another stream share row 0, where
-    they overlap only by nesting.
+    Overlapping spans of a communication stream get different rows. All spans of another stream are in row 0,
+    where they overlap only by nesting.
     """
     ends: dict[tuple[int, str], list[int]] = {}
     placed = []

@@ -7,8 +7,8 @@ The file is Parquet or CSV, gzip or not, with one row per rank and step: ``rank`
   a run's ``steps.parquet``: seconds of compute. X = compute / base - 1, where ``base`` is the entry's own, or
   else the shortest time in the file.
 
-Steps count in order: the run's step 1 is the trace's first step numbered 1 or higher, and a longer run starts
-over. Warm-up steps are the last ones of the trace, as if it had started over. Every rank has every step.
+Steps are replayed in order: the run's step 1 is the trace's first step numbered 1 or higher, and after the
+last step the trace starts over. Warm-up steps replay the trace's last steps. Every rank has every step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def by_rank_and_step(frame: pd.DataFrame, values: list[str], where: str, path: s
 
 
 def compute_columns(frame: pd.DataFrame) -> list[str] | None:
-    """Return the columns that add up to seconds of compute; none if the table has none."""
+    """Return the columns that add up to seconds of compute; None if they are missing."""
     for names in (["compute_s"], ["forward_s", "backward_s"]):
         if set(names) <= set(frame.columns):
             return names

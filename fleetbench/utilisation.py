@@ -20,20 +20,20 @@ class Utilisation(Config):
     samples_per_s: float
     """Samples per second."""
     tokens_per_s: float | None = None
-    """Tokens per second; none if neither ``workload.data_options`` has a ``length`` nor an estimate the tokens of
-    a sample."""
+    """Tokens per second; None if neither ``workload.data_options.length`` nor an estimate gives the number of
+    tokens in a sample."""
     mfu: float | None = None
-    """Model FLOPs utilisation. Like the next two fields, none if no estimate has counted FLOPs."""
+    """Model FLOPs utilisation. Like the next two fields, None if no estimate has counted FLOPs."""
     peak_flops_s: float | None = None
     """Peak FLOP/s of dense products in ``precision``, from the GPU's data sheet."""
     precision: str | None = None
     """Precision of ``peak_flops_s``."""
     memory_bytes: int | None = None
-    """Peak memory of a trainer in bytes; none if no profile has it."""
+    """Peak memory of a trainer in bytes; None if unknown."""
 
     @property
     def line(self) -> str:
-        """Description in words."""
+        """Line with throughput, MFU and memory."""
         parts = [f"{self.samples_per_s:,.4g} samples/s"]
         parts += [f"{self.tokens_per_s:,.0f} tokens/s"] if self.tokens_per_s is not None else []
         parts += [f"MFU {units.percent(self.mfu)} of {self.peak}"] if self.mfu is not None else []

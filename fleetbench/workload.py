@@ -11,13 +11,13 @@ LAYERS = "layers"
 """Model name for a table of layers in the experiment file."""
 
 EXAMPLE_LAYERS = 'layers = [{ name = "block", params = 31_250, forward = "2.5 ms", backward = "5 ms", repeat = 20 }]'
-"""A table of layers as it is written in a file."""
+"""Example of a table of layers, as in an experiment file."""
 
 EXAMPLE_EMBEDDING = 'layers = [{ name = "table", rows = 1_000_000, width = 64, touched = 4_096, forward = "1 ms", backward = "1 ms" }]'
-"""An embedding with a sparse gradient, as a file writes it."""
+"""Example of an embedding with a sparse gradient, as in an experiment file."""
 
 MOST_REPEATS = 10**6
-"""Largest ``repeat`` of an entry of ``workload.layers``. Each repetition is a layer of the table."""
+"""Largest ``repeat`` of an entry of ``workload.layers``."""
 
 OPTIMIZER_STATE: dict[str, tuple[str, ...]] = {
     "sgd": (),
@@ -41,11 +41,11 @@ class LayerSpec(Config):
     name: str
     """Name of the layer."""
     params: int | None = None
-    """Elements of the layer's gradient if it has at most one; 0: none."""
+    """Number of elements of the layer's gradient, if the layer has at most one gradient; 0: no gradient."""
     tensors: tuple[int, ...] = ()
-    """Elements of each gradient if the layer has several."""
+    """Number of elements of each gradient, if the layer has several."""
     rows: int = 0
-    """Number of rows of an embedding with a sparse gradient, in place of ``params``; 0: gradients are dense."""
+    """Number of rows of an embedding with a sparse gradient, in place of ``params``; 0: dense gradients."""
     width: int = 1
     """Number of elements of a row."""
     touched: int = 0
@@ -57,7 +57,7 @@ class LayerSpec(Config):
     buffers: Bytes = Bytes(0)
     """Total size of the layer's buffers, such as batch-norm statistics."""
     repeat: int = 1
-    """Number of such layers in a row."""
+    """Number of copies of the layer, one after another."""
 
     def _validate(self) -> None:
         if [self.params is not None, bool(self.tensors), self.rows != 0].count(True) != 1 or min((self.params or 0, *self.tensors)) < 0:
@@ -71,7 +71,7 @@ class LayerSpec(Config):
 
     @property
     def gradients(self) -> dict[str, int]:
-        """Elements of the gradients by name: a single one is ``weight``, several are numbered."""
+        """Number of elements of each gradient by name: ``weight``, or ``tensor0``, ``tensor1``, ... if several."""
         one = self.rows * self.width or self.params
         return {f"tensor{place}": numel for place, numel in enumerate(self.tensors)} or ({"weight": one} if one else {})
 
@@ -83,7 +83,7 @@ class LayerSpec(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork(Config):
-    """Costs of a step of declared layers besides the layers.
+    """Costs of a step besides its layers, for ``model = "layers"``.
 
     ``fleetbench.plan.layers`` defines when a step waits for a batch.
     """
@@ -93,18 +93,19 @@ class HostWork(Config):
     load: Nanoseconds = Nanoseconds(0)
     """Time to make one batch."""
     loaders: int = 0
-    """Processes per trainer that make batches in parallel with compute; 0: the loop makes them itself."""
+    """Number of processes per trainer that make batches in parallel with compute; 0: the loop makes them
+    itself."""
     prefetch: int = 2
-    """Batches that each of these processes may be ahead."""
+    """Number of batches that each of the ``loaders`` may prepare in advance."""
     fetch: Nanoseconds = Nanoseconds(0)
-    """Time to read results back, every ``strategy.fetch_every_n_steps`` steps."""
+    """Time to read results back from the device, once every ``strategy.fetch_every_n_steps`` steps."""
     update: Nanoseconds = Nanoseconds(0)
     """Time of one optimizer step over all parameters."""
     merge: Nanoseconds = Nanoseconds(0)
-    """Time of Local SGD's merge: packing the parameter differences and applying their average. An outer optimizer with
-    momentum takes another 0.8 of this time."""
+    """Time of Local SGD's merge: packing the parameter differences and applying their average. An outer
+    optimizer with momentum takes another 0.8 of this time."""
     per_collective: Nanoseconds = Nanoseconds(0)
-    """Host time per collective to start it, taken from compute."""
+    """Host time to start one collective, which delays compute."""
     pack: Nanoseconds = Nanoseconds(0)
     """Time to copy all gradients into their buckets."""
 
@@ -136,7 +137,7 @@ class LossCurve(Config):
     floor: float
     """Loss that the curve approaches."""
     half_life: Steps
-    """Steps in which the distance to the floor halves."""
+    """Number of steps in which the distance to ``floor`` halves."""
 
     def _validate(self) -> None:
         at_least(self, 0, "half_life", above=True)
@@ -158,13 +159,14 @@ class Workload(Config):
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and gradients."""
     batch_size: int = 32
-    """Samples per trainer and step."""
+    """Number of samples per trainer and step."""
     steps: int = 600
-    """Counted steps per trainer."""
+    """Number of counted steps per trainer."""
     steps_per_epoch: int | None = None
-    """Steps per epoch. Default: as many as the data gives."""
+    """Number of steps per epoch. Default: all steps that the data gives."""
     uneven_data: Literal["cut", "pad"] = "cut"
-    """Treatment of samples that do not fill a step of every trainer: left out, or filled up."""
+    """Treatment of samples that do not fill a step of every trainer: leave them out (``cut``), or fill the step
+    up with other samples (``pad``)."""
     unlike_data: float = 0.0
     """Share of a trainer's samples that come from its own part of the data: from a few classes, or from one
     part of a text."""
@@ -177,17 +179,17 @@ class Workload(Config):
     weight_decay: float = 0.0
     """Coefficient of weight decay."""
     lr_decay: tuple[LrDecay, ...] = ()
-    """Changes of the learning rate, which multiply."""
+    """Changes of the learning rate. Their factors multiply."""
     target_loss: float | None = None
     """Mean loss on the held-out split at which training counts as done."""
     eval_every: int = 20
-    """Steps between two evaluations on the held-out split."""
+    """Number of steps between two evaluations on the held-out split."""
     profile: str | None = None
-    """Path of a file with measured layer tables."""
+    """Path of a profile, a file with measured layer tables."""
     layers: tuple[LayerSpec, ...] = ()
     """Table of layers, for ``model = "layers"``."""
     host: HostWork | None = None
-    """Host work of declared layers. For a registry model, the profile measures it."""
+    """Costs of a step besides declared layers. For a registry model, the profile measures them."""
     loss_curve: LossCurve | None = None
     """Declared loss, for runs that train nothing."""
 

@@ -6,10 +6,11 @@ The packages:
 
 - ``job``: one launch that runs many legs: the driver's side (``session``, ``launch``), and each rank's
   (``rank_legs``)
-- ``attach``: a job for a script that does not know fleetbench
-- ``processes``: how ranks are started, joined, watched and blamed, on one machine or several
-- ``communication``: process groups, lanes beside compute, streams and clocks
+- ``attach``: a job for a script that does not know fleetbench; ``why``: recording of such a script's steps
+- ``processes``: how ranks are started, joined and watched, and how a failed one is found, on one machine or several
+- ``communication``: process groups, lanes on which exchanges overlap compute, streams and clocks
 - ``engine``: a plan's operations on a model and an optimizer; the outer step of DiLoCo is in ``buckets``
+- ``sharding``: the engine of a sharded model
 - ``compute``: changes to one trainer's compute
 - ``servers``: parameter servers, and the trainers' part of them
 - ``workloads``: the script that trains a registry model

@@ -1,4 +1,7 @@
-"""Collective: what ``fleet`` is in a job whose trainers meet in collectives; and the recommendation that ``strategy.auto`` loads there."""
+"""Collective: the implementation of ``fleet`` in a job without parameter servers.
+
+``recommended`` loads the strategy for ``strategy.auto``.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,11 @@ if TYPE_CHECKING:
 
 
 class Collective:
-    """A trainer's part in the job. Life cycle: made (the trainers have joined), model, optimizer, training, ``leave``.
+    """A trainer's part in a job without parameter servers.
 
-    Raises ``ConfigError`` where calls come out of order, or for a strategy that cannot be executed.
+    Life cycle: created, when all trainers have joined -> ``distributed_model`` -> ``distributed_optimizer``
+    -> training -> ``leave``. Raises ``ConfigError`` for calls out of order, or a strategy that cannot be
+    executed.
     """
 
     is_server = False
@@ -67,9 +72,9 @@ class Collective:
         backend: str | None = None,
         device: str | None = None,
     ) -> None:
-        """Join the other trainers; ``timeout_s`` bounds every collective, and, by default, how long the others may take to come.
+        """Join the other trainers within ``startup_timeout_s``, by default the ``timeout_s`` of every collective.
 
-        Backend and device are chosen by what is there, unless they are given; with gloo the device is the model's.
+        Backend and device are by default what the host has. With gloo, the device becomes the model's.
         """
         if strategy.auto:
             refuse_beside_auto(strategy)
@@ -81,9 +86,9 @@ class Collective:
         self._is_auto = strategy.auto
         self._failures: Failures | None = None
         self.driven: RankLegs | None = None
-        """The legs of this rank, where a driver orders them."""
+        """Legs of this rank, if a driver orders them; otherwise ``None``."""
         self.notes: tuple[str, ...] = ()
-        """What a driver is to know of the script beside its strategy."""
+        """Notes about the script for a driver, in addition to the strategy."""
         self._meeting: Meeting | None = None
         arrive(self.role.rank)
         timeout = timedelta(seconds=timeout_s)
@@ -113,7 +118,7 @@ class Collective:
             self.driven = RankLegs.join(self.meeting)
 
     def environment(self) -> dict[str, object]:
-        """What the box says of the job."""
+        """Return facts about the job, which are printed with its strategy."""
         role = self.role
         return {
             "trainers": self.trainers,
@@ -124,9 +129,10 @@ class Collective:
         }
 
     def distributed_model(self, model: torch.nn.Module, strategy: DistributedStrategy | None = None) -> torch.nn.Module:
-        """Start from rank 0's parameters and buffers, and hook the model: another one, or one that was hooked before, as it is now.
+        """Start all trainers from rank 0's parameters and buffers, and hook the model; return the same model.
 
-        ``strategy``: of this model, where it differs from the job's in what models decide (unused parameters, buffers).
+        A model that was hooked before is hooked again as it is now. ``strategy`` replaces the job's if this
+        model has other settings for unused parameters or buffers.
         """
         refuse_untrainable(model)
         if self.driven is None:
@@ -160,7 +166,10 @@ class Collective:
         return model
 
     def _follow(self, place: torch.device) -> None:
-        """Meet where the model is, as gloo can. Raises ``ConfigError`` where it is on another kind of device than others'."""
+        """Move the exchange to the model's device, if the backend is gloo.
+
+        Raises ``ConfigError`` if trainers have the model on different kinds of device.
+        """
         if self._backend != "gloo" or not torch.cuda.is_available():
             return
         kinds = self.meeting.texts(place.type)
@@ -171,7 +180,7 @@ class Collective:
             self.communicators.move(place)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let its steps be the strategy's updates, beside those of the others; it takes the place of others of its parameters."""
+        """Let the optimizer's steps be the strategy's updates; it replaces earlier optimizers of its parameters."""
         engines = self.models.holding(optimizer, "fleet.distributed_optimizer")
         if engines[0].optimizers and self.driven is not None:
             what = "a script that gives fleet several optimizers, or a new one later, is neither profiled nor tuned"
@@ -187,18 +196,18 @@ class Collective:
         return optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backwards inside add to ``.grad`` on this trainer alone."""
+        """Let backwards inside add to ``.grad`` only on this trainer."""
         return self.models.no_sync()
 
     def join(self, *, enable: bool, throw_on_early_termination: bool) -> AbstractContextManager[None]:
-        """Trainers may have unequally many batches inside."""
+        """Let trainers have different numbers of batches inside; see ``Fleet.join``."""
         self.models.sweep(self.meeting)
         return self.models.join(self.communicators, enable=enable, throw_on_early_termination=throw_on_early_termination)
 
     def synchronize(self) -> None:
-        """Make the trainers agree."""
+        """Make the trainers agree; see ``Fleet.synchronize``."""
         engines = self._met("fleet.synchronize")
-        if not self.models.have_agreed:  # an averaging would meet the next one of a trainer that does not come
+        if not self.models.have_agreed:  # otherwise this averaging could match a later one of a trainer that does not call it
             self.meeting.meet("fleet.synchronize")
         for engine in engines:
             engine.flush()
@@ -206,56 +215,56 @@ class Collective:
     pull_model = synchronize
 
     def report(self, loss: torch.Tensor | float, metrics: Mapping[str, torch.Tensor | float]) -> None:
-        """Tell the step's loss, and whatever else a tuning may look at."""
+        """Report the step's loss, and metrics that a tuning may use."""
         engines = self.models.all("fleet.report")
         if self.driven is None or not self.driven.report(loss, metrics):
             for engine in engines:
                 engine.report(loss)
 
     def _met(self, where: str) -> list[Engine]:
-        """The engines, the same on all trainers where they may exchange something now."""
+        """Return all engines; if they may exchange something now, those whose model still exists on all trainers."""
         what = Combination.of(self._strategy)
         if what.is_local or what.merges:
             self.models.sweep(self.meeting)
         return self.models.all(where)
 
     def end_epoch(self) -> None:
-        """The data of an epoch are used up."""
+        """End an epoch of the data on every engine."""
         for engine in self._met("fleet.end_epoch"):
             engine.end_epoch()
 
     def worker_index(self) -> int:
-        """This trainer's rank."""
+        """Return this trainer's rank."""
         return self.communicators.rank
 
     def server_index(self) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``: a trainer is no server."""
         raise ConfigError(
             "this process is no server", "fleet.server_index", f"trainer {self.worker_index()}", "ask fleet.is_server() first"
         )
 
     def barrier(self) -> None:
-        """Meet all trainers."""
+        """Wait for all trainers."""
         self.communicators.barrier()
 
     def save(self, path: Path, *, extra: object) -> None:
-        """Save all that training goes on from."""
-        if os.environ.get(TUNING):  # what is trained in a tuning is of no use, and must not take the place of what is
+        """Save everything that training needs to resume into ``path``; do nothing in a tuning."""
+        if os.environ.get(TUNING):  # a tuning's training must not replace a real one's save
             return
-        from real.checkpoints.saving import save  # which training without a checkpoint need not pay for
+        from real.checkpoints.saving import save  # imported late, because not every training saves
 
         save(self.models.only("fleet.save_persistables", self.meeting), self.meeting, path, extra=extra)
 
     def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
-        """Go on from what was saved."""
+        """Resume from a save; see ``Fleet.load_persistables``."""
         from real.checkpoints.saving import load
 
         engine = self.models.only("fleet.load_persistables", self.meeting)
-        resynchronize = resynchronize or self.driven is not None  # a leg's strategy is another than the one that was saved
+        resynchronize = resynchronize or self.driven is not None  # a leg's strategy may differ from the saved one
         return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object) -> None:
-        """Export the model, on rank 0."""
+        """Export the model on rank 0; do nothing in a tuning."""
         if os.environ.get(TUNING):
             return
         from real.checkpoints.inference import save_inference_model
@@ -265,13 +274,14 @@ class Collective:
         )
 
     def leave(self) -> None:
-        """At exit: leave together, unless this process leaves because of an error, or another has failed.
+        """At exit, wait for the other trainers, unless this process or another one has failed; then close the groups.
 
-        The script may have destroyed its process group. Never with exit code 0 where a collective broke, or some rank has failed.
+        The script may have destroyed its process group before. If a collective broke, or a rank has failed,
+        the exit code is never 0.
         """
         if self._meeting is not None and self._failures is not None and not self._has_failed:
             self._failures.begin_exit()
-            with suppress(RuntimeError):  # the failures name who is gone
+            with suppress(RuntimeError):  # the failures name the rank that is gone
                 self._meeting.leave()
             if not self._has_failed and self.driven is None:
                 self._say_open_round()
@@ -283,7 +293,10 @@ class Collective:
             self.communicators.close()
 
     def _say_open_round(self) -> None:
-        """At exit: the script's last local steps were not averaged. What it has saved by ``torch.save`` nobody knows."""
+        """At exit, warn if the script's last local steps were not averaged.
+
+        Fleet cannot know what the script has saved by ``torch.save``.
+        """
         if self.meeting.rank == 0 and not self.models.have_agreed:
             what = "the script ends in the middle of a round of local steps: ranks' models differ, and so do files not saved by fleet"
             hint = "call fleet.synchronize() on every rank after the last step, before the model is saved or evaluated"
@@ -294,7 +307,7 @@ class Collective:
         return hasattr(sys, "last_value") if self._failures is None else self._failures.has_failed
 
     def _watch_failures(self) -> Errors:
-        """Watch for a failure on any rank; what stands around every collective from now on."""
+        """Start to watch for failures of any rank; return the context manager for every collective."""
         if dist.get_world_size() == 1:
             return collective_errors
         self._failures = Failures(
@@ -307,18 +320,18 @@ class Collective:
         return self._failures.broken
 
     def _step(self) -> int:
-        """The step that this rank is at; 0 before the first."""
+        """Return the current step of this rank; 0 before the first."""
         return max((engine.step for engine in self.models.engines), default=0)
 
     def use(self, engine: Engine) -> None:
-        """Another engine runs its model from now on."""
+        """Let this engine run its model from now on."""
         self.models.put(engine)
         engine.meeting = self.meeting
         if self._failures is not None:
             engine.on_failure = self._failures.announce
 
     def recommended(self, model: torch.nn.Module) -> DistributedStrategy:
-        """What is stored for this model on these trainers; while it is still being looked for, Fleet's defaults."""
+        """Return the strategy that is stored for this model on these trainers; in a tuning, Fleet's defaults."""
         if self.driven is not None:
             return DistributedStrategy()
         strategy = recommended(model, self.meeting, self.communicators.device, self.role.trainers_per_node or 1)
@@ -329,28 +342,31 @@ class Collective:
 
 
 def add_ddp_attributes(model: nn.Module, *, join: Callable[..., Any], no_sync: Callable[..., Any]) -> None:
-    """Give a distributed model what scripts ask a DistributedDataParallel for, unless it has such names itself."""
+    """Give a model the attributes of DistributedDataParallel that scripts use, unless it has such names itself."""
     if not hasattr(model, "module"):
-        model.__dict__["module"] = model  # set as usual, it would be a part of the model
+        model.__dict__["module"] = model  # setattr would make it a submodule
     for name, call in (("join", join), ("no_sync", no_sync)):
         if not hasattr(model, name):
             setattr(model, name, NotCopied(call, nullcontext))
 
 
 def _part() -> None:
-    """At exit: destroy the process group that ``fleet.init`` has made."""
+    """At exit, destroy the process group that ``fleet.init`` created."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def arrive(rank: int) -> None:
-    """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``; in a tuning, end with its driver from now on."""
+    """Let ``fleetbench launch`` know that this trainer has called ``fleet.init``.
+
+    In a tuning, this process also begins to watch its driver, and ends with it.
+    """
     if os.environ.get(TUNING):
         from real.job.driver_watch import watch_driver
 
         watch_driver(rank)
     if JOINED in os.environ:
-        with suppress(OSError):  # a remark of the launcher's depends on it, and nothing else
+        with suppress(OSError):  # only a remark of the launcher depends on it
             Path(os.environ[JOINED]).touch()
 
 
@@ -363,14 +379,17 @@ def refuse_beside_auto(strategy: DistributedStrategy) -> None:
 
 
 def model_key(model: nn.Module, *, trainers: int, trainers_per_node: int, device: torch.device) -> str:
-    """Under which name a recommendation for this model on these trainers is stored."""
+    """Return the key under which a recommendation for this model on these trainers is stored."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     gradients = [(name, parameter.numel(), str(parameter.dtype).removeprefix("torch.")) for name, parameter in trained]
     return key_of(gradients, trainers=trainers, trainers_per_node=trainers_per_node, device=device.type)
 
 
 def recommended(model: nn.Module, meeting: Meeting, device: torch.device, trainers_per_node: int) -> DistributedStrategy:
-    """The strategy that rank 0 finds; every trainer calls it. Raises ``ConfigError`` where there is none, on all trainers."""
+    """Return the stored strategy that rank 0 finds; every trainer calls it.
+
+    Raises ``ConfigError`` on all trainers if there is none.
+    """
     folder = folder_of()
     key = model_key(model, trainers=meeting.trainers, trainers_per_node=trainers_per_node, device=device)
     text = ""

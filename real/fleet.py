@@ -56,12 +56,12 @@ if TYPE_CHECKING:
 
 
 class Fleet:
-    """The role of this process.
+    """The role of this process in its job.
 
     Life cycle: ``init``, ``distributed_model``, ``distributed_optimizer``, training.
 
-    Methods that an evaluation calls leave ``torch.inference_mode``, because buffers created inside could not
-    be written to. Raises ``ConfigError`` for calls out of order, or a strategy that cannot be executed.
+    Methods that an evaluation calls leave ``torch.inference_mode``, because buffers created in it could not
+    be written to later. Raises ``ConfigError`` for calls out of order, or a strategy that cannot be executed.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,8 @@ class Fleet:
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let ``optimizer.step()`` be the strategy's update of its models; return the same optimizer.
 
-        Call it once for each optimizer. One that holds parameters of an earlier one replaces it.
+        Call it once for each optimizer. An optimizer that holds parameters of an earlier one replaces that
+        one.
         """
         return self._joined("fleet.distributed_optimizer").distributed_optimizer(optimizer)
 
@@ -128,7 +129,8 @@ class Fleet:
         """On a server: serve until all trainers have ended.
 
         With ``save_to``, it writes its part of the parameters there at the end, and every ``save_every_s``
-        seconds. Raises ``WorkerFailed`` naming the trainer without which the job cannot continue.
+        seconds. Raises ``WorkerFailed``, which names the trainer, if a trainer fails without which the job
+        cannot continue.
         """
         return self._with_servers("fleet.run_server").run_server(None if save_to is None else Path(save_to), save_every_s)
 
@@ -150,16 +152,17 @@ class Fleet:
     def advice(workload: Workload, cluster: Cluster, gradient_bytes: int | None = None) -> Advice:
         """Return the settings that Fleet's documents recommend, and those of them that do not apply here.
 
-        ``gradient_bytes``: bytes of one step's dense gradients, which determine the size of buckets.
+        ``gradient_bytes`` is the number of bytes of one step's dense gradients, which determines the size of
+        buckets.
         """
         return advice(workload, cluster, gradient_bytes, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards inside add to ``.grad`` only on this trainer; the next one outside exchanges the sum.
 
-        The strategy does not see them. It is for a loop that accumulates gradients by itself, in every step
-        except the last before ``optimizer.step()``. ``model.no_sync()`` is the same for one model, as in
-        DistributedDataParallel.
+        The strategy does not count these backwards. A loop that accumulates gradients by itself uses it for
+        all micro-batches except the last before ``optimizer.step()``. ``model.no_sync()`` is the same for one
+        model, as in DistributedDataParallel.
         """
         return self._joined("fleet.no_sync").no_sync()
 
@@ -303,7 +306,7 @@ class Fleet:
 
 
 def _joined(strategy: DistributedStrategy, timeout_s: float) -> Collective | Served:
-    """Return this process's part in a job of that strategy."""
+    """Create this process's part in a job with ``strategy``."""
     if strategy.mode == "ps":
         return _served(strategy, timeout_s)
     if not strategy.sharding:
@@ -314,7 +317,7 @@ def _joined(strategy: DistributedStrategy, timeout_s: float) -> Collective | Ser
 
 
 def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
-    """Return the part of a server, or of a trainer with servers. Raises ``ConfigError`` in a tuning."""
+    """Create this process's part in a job with parameter servers. Raises ``ConfigError`` in a tuning."""
     role = role_of(os.environ)
     if os.environ.get(TUNING):
         arrive(role.rank)  # lets the driver receive the error
@@ -328,7 +331,7 @@ def _served(strategy: DistributedStrategy, timeout_s: float) -> Served:
 
 
 def _warn_of_what_is_the_scripts(strategy: DistributedStrategy) -> None:
-    """Warn of fields that describe a registry workload's training, which a script's own loop decides."""
+    """Warn of settings that have no effect in a script: fields that its own loop decides, ``OMP_NUM_THREADS``."""
     for name, is_set in (
         ("gradient_merge_configs.lr_per", strategy.gradient_merge_configs.lr_per != "micro_batch"),
         ("fetch_every_n_steps", strategy.fetch_every_n_steps != 1),

@@ -1,4 +1,4 @@
-"""fully_shard: torch's own, with a hearer that may change the arguments of its calls and stands around forwards (FSDP2)."""
+"""fully_shard: lets a ``Hearer`` follow calls of torch's ``fully_shard`` (FSDP2), and forwards of sharded models."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from real.job.driver_watch import watch_driver
 from real.processes.roles import TUNING
 
 WHERE = "fully_shard"
-"""Where an error says that it is."""
+"""Place that error messages name."""
 
 
 class ShardedModel:
-    """A model that its script has sharded: ``module`` is the unit whose forward runs first, with the units inside.
+    """A model that its script has sharded: ``module``, whose forward runs first, and the units inside it.
 
-    ``change`` lets the innermost units reshard after their forward, or not, from the next step on; the arguments of all others stay
-    the script's.
+    A unit is a module given to ``fully_shard``. ``change`` lets the innermost units reshard after their
+    forward, or not, from the next step on; all others keep the script's arguments.
     """
 
     can_change = True
@@ -42,24 +42,24 @@ class ShardedModel:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.units = {name: each for name, each in module.named_modules() if is_unit(each)}
-        """All units by name, the model's own first."""
+        """All units by name, the model itself first."""
         self.inner = {name: each for name, each in self.units.items() if name and not any(map(is_unit, [*each.modules()][1:]))}
-        """Units without another one inside, but for the model itself."""
+        """Units without other units inside, by name, except the model itself."""
         self._names = {id(own): name for name, own in module.named_parameters()}
         self._own = {name: [group.post_forward_mesh_info for group in groups_of(each)] for name, each in self.inner.items()}
         self._threads = torch.get_num_threads()
         self.group: Any = dist.group.WORLD
         self.has_own_mesh = False
-        """The script has given a mesh to its calls, so that another degree is none that it could have."""
+        """Whether the script itself passes a mesh to ``fully_shard``, so that the degree cannot be changed."""
         self.device_type: str = next(self.groups()).mesh_info.mesh.device_type
 
     def groups(self) -> Iterator[Any]:
-        """Each unit's group of parameters, as torch has them; modules that are one unit together have one."""
+        """Yield torch's parameter group of each unit; modules that form one unit together have one group."""
         found = {id(group): group for each in self.units.values() for group in groups_of(each)}
         return iter(found.values())
 
     def named(self, group: Any) -> Iterator[tuple[str, Any]]:
-        """The shards of a group's parameters, by the names that the model has for them."""
+        """Yield each parameter of a group: its name in the model, and this rank's shard."""
         for own in group.fsdp_params:
             yield self._names[id(own.sharded_param)], own.sharded_param
 
@@ -74,7 +74,10 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[Callable[[], None]]:
-        """All parameters stay gathered, and nothing is exchanged; what is yielded drops the gradients, and is called after each step."""
+        """Keep all parameters gathered inside the context, and exchange nothing.
+
+        Yields a function that drops the gradients; the caller calls it after each step.
+        """
         groups = list(self.groups())
         before = [(each.post_forward_mesh_info, each.reshard_after_backward, each.reduce_grads) for each in groups]
 
@@ -100,7 +103,7 @@ class ShardedModel:
                 unit.reshard()
 
     def change(self, change: DdpChange) -> None:
-        """What ``change`` does not name is as the script has it."""
+        """Apply the settings that ``change`` names, and the script's own for all others."""
         torch.set_num_threads(change.threads or self._threads)
         reshards = change.reshard_after_forward
         for name, unit in self.inner.items():
@@ -109,17 +112,17 @@ class ShardedModel:
 
     @property
     def reshards(self) -> bool | int:
-        """What most of the inner units do after their forward: reshard, or not, or over so many neighbours."""
+        """Whether most of the inner units reshard after their forward, or over how many neighbours they do."""
         found = [_reshards(group) for each in self.inner.values() for group in groups_of(each)]
         return Counter(found).most_common(1)[0][0] if found else False
 
     @property
     def degree(self) -> int:
-        """Ranks that share out the model's parameters."""
+        """Number of ranks among which the model's parameters are sharded."""
         return int(next(self.groups()).mesh_info.shard_mesh_size)
 
     def described(self, *, buffers_change: bool) -> Model:
-        """The model as an observer reports it: what is gathered and scattered in a step, and the type of its parameters."""
+        """Return the model as an observer reports it: bytes gathered and scattered per step, and its type."""
         sizes = [(gathered_nbytes(group), group) for group in self.groups()]
         again = [nbytes for nbytes, group in sizes if group.post_forward_mesh_info is not None]
         return Model(
@@ -133,7 +136,10 @@ class ShardedModel:
         )
 
     def own_strategy(self) -> DistributedStrategy:
-        """The strategy that does what the script's calls do. Raises ``ConfigError`` for what no strategy keeps."""
+        """Return the strategy that is equivalent to the script's calls.
+
+        Raises ``ConfigError`` for calls that no strategy expresses.
+        """
         self._refuse()
         trained = next(filter(_trains, self.groups()))
         gathered, scattered, widest = dtypes_of(trained)
@@ -157,9 +163,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def refuse_different_replicas(self) -> None:
-        """Raise ``ConfigError`` where replicas of a shard differ: ``fully_shard`` leaves each rank the parameters that it has made.
+        """Raise ``ConfigError`` if replicas of a shard differ at the start.
 
-        Without replicas that makes one model of all ranks' parts; with them each would train another one.
+        ``fully_shard`` leaves each rank the parameters that it has created. Without replicas, all ranks'
+        parts form one model; with replicas, each would train another one.
         """
         mesh = next(self.groups()).mesh_info.mesh
         shards = [own.sharded_param.to_local().double() for group in self.groups() for own in group.fsdp_params]
@@ -189,12 +196,12 @@ class ShardedModel:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called with it."""
+    """Whether ``fully_shard`` was called with this module."""
     return hasattr(module, "_get_fsdp_state")
 
 
 def groups_of(unit: nn.Module) -> list[Any]:
-    """A unit's groups of parameters, as torch has them: one, none where all its parameters are in other units, rarely several."""
+    """Return torch's parameter groups of a unit: one; none if other units have all its parameters; rarely several."""
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]  # noqa: SLF001  # torch has no public name for it
     found = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on
     return list(found) if found is not None else [each for each in [state._fsdp_param_group] if each is not None]  # noqa: SLF001  # as above
@@ -210,7 +217,7 @@ def _reshards(group: Any) -> bool | int:
 
 
 class Dtypes(NamedTuple):
-    """The types of a unit's parameters: as they are gathered, as their gradients are scattered, and the widest, of shards or of these."""
+    """Types of a unit's parameters when gathered, of the gradients when scattered, and the widest, shards included."""
 
     gathered: torch.dtype
     scattered: torch.dtype
@@ -218,7 +225,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of(group: Any) -> Dtypes:
-    """How a unit travels."""
+    """Return the types in which a unit is exchanged."""
     trained = next((own for own in group.fsdp_params if own.sharded_param.requires_grad), group.fsdp_params[0])
     own, policy = trained.sharded_param.dtype, group.mp_policy
     gathered = policy.param_dtype or own
@@ -227,32 +234,32 @@ def dtypes_of(group: Any) -> Dtypes:
 
 
 def gathered_nbytes(group: Any) -> int:
-    """Bytes of a unit's parameters as they travel."""
-    parameters = [own.sharded_param for own in group.fsdp_params]  # of which those that are frozen may have other types
+    """Return the bytes of a unit's parameters as they are gathered."""
+    parameters = [own.sharded_param for own in group.fsdp_params]  # frozen ones may have other types
     nbytes: int = sum(own.numel() * (group.mp_policy.param_dtype or own.dtype).itemsize for own in parameters)
     return nbytes
 
 
 def scattered_nbytes(group: Any) -> int:
-    """Bytes of a unit's gradients as they travel."""
+    """Return the bytes of a unit's gradients as they are scattered."""
     trained: list[int] = [own.sharded_param.numel() for own in group.fsdp_params if own.sharded_param.requires_grad]
     return dtypes_of(group).scattered.itemsize * sum(trained)
 
 
 class Hearer(Protocol):
-    """What a job does with the calls of ``fully_shard``, and with the forwards of models that these have sharded."""
+    """Follows calls of ``fully_shard``, and the forwards of models that they have sharded."""
 
     def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that a call gets in the place of the script's."""
+        """Return the arguments that a call gets instead of the script's."""
         ...
 
     def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
-        """The context that a model's forward runs in."""
+        """Return the context in which a model's forward runs."""
         ...
 
 
 class _Forwards:
-    """Hooks units. The first one whose forward runs is a model; hooks of those inside go then."""
+    """Hooks units. A unit whose forward runs first is a model; units inside it then lose their hooks."""
 
     def __init__(self, hearer: Hearer) -> None:
         self._hearer, self._owner = hearer, os.getpid()
@@ -261,7 +268,7 @@ class _Forwards:
         self._open: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
     def hook(self, unit: nn.Module) -> None:
-        """Hear of its forwards."""
+        """Hook the forwards of a unit."""
         eager: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # as torch's own hooks
         begins, ends = (eager(functools.partial(each)) for each in (self._begins, self._ends))
         self._handles[id(unit)] = [
@@ -300,14 +307,14 @@ def _replace(module: ModuleType, hearer: Hearer) -> None:
 
 
 def refuse_mixed(models: Iterable[nn.Module]) -> None:
-    """Raise ``ConfigError`` where some are DistributedDataParallel, and some have units of ``fully_shard``."""
+    """Raise ``ConfigError`` if some models are DistributedDataParallel, and some have units of ``fully_shard``."""
     known = list(models)
     if any(isinstance(each, DistributedDataParallel) for each in known) and any(is_unit(part) for each in known for part in each.modules()):
         raise mixed()
 
 
 def mixed() -> ConfigError:
-    """The error of a process that trains a sharded model and a DistributedDataParallel."""
+    """Return the error of a process that trains a sharded model and a DistributedDataParallel."""
     hint = "use one of the two for all models that train: fully_shard with a mesh of replicas (HSDP) does what both would"
     return ConfigError(
         "trains beside models of DistributedDataParallel, and steps of both are not told apart",
@@ -317,7 +324,7 @@ def mixed() -> ConfigError:
 
 
 def follow(module: ModuleType, hearer: Hearer) -> None:
-    """Let the hearer know of calls of ``fully_shard``; the class of FSDP1 is refused. ``module`` has just been imported."""
+    """Make ``hearer`` follow calls of ``fully_shard`` in ``module``, which has just been imported; refuse FSDP1."""
     if module.__name__.endswith("fully_sharded_data_parallel"):
         module.FullyShardedDataParallel.__init__ = _refuse_first
     else:
@@ -326,6 +333,6 @@ def follow(module: ModuleType, hearer: Hearer) -> None:
 
 def _refuse_first(*_: Any, **__: Any) -> NoReturn:
     if dist.is_initialized() and TUNING in os.environ:
-        watch_driver(dist.get_rank())  # which hears of the error
+        watch_driver(dist.get_rank())  # reports the error to the driver
     hint = "shard by fully_shard (FSDP2): Trainer and Accelerate do with fsdp_version=2, Lightning with ModelParallelStrategy"
     raise ConfigError("is FSDP1, which is not supported", "FullyShardedDataParallel", hint=hint)

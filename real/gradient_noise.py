@@ -1,8 +1,8 @@
 """Gradient noise: distances of batches' gradients, and of trainers without exchange, from their means.
 
 The noise scale is the simple one of McCandlish et al., "An Empirical Model of Large-Batch Training" (arXiv
-1812.06162, appendix A.1), from squares of gradients of one batch and of the mean over all batches of all
-steps, as if parameters did not change in the meantime.
+1812.06162, appendix A.1). It compares the squared gradient of one batch with that of the mean over all
+batches of all steps, as if parameters did not change in the meantime.
 """
 
 import math
@@ -16,7 +16,7 @@ from real.communication.communicators import Communicators
 
 
 class GradientNoise:
-    """Gradient noise over some steps from common parameters.
+    """Measures gradient noise over some steps, which all trainers start with the same parameters.
 
     Call ``add`` after each backward, then ``measured`` once. It keeps two copies of the parameters, on the
     host.
@@ -30,7 +30,7 @@ class GradientNoise:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add the current gradients of a step."""
+        """Add this step's gradients."""
         self._steps += 1
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if parameter.grad is not None:
@@ -44,7 +44,7 @@ class GradientNoise:
         Every trainer calls it, and gets the same result.
         """
         trainers, batches, device = self._communicators.trainers, self._steps * self._communicators.trainers, self._communicators.device
-        # squared norms: of this trainer's distance from the mean of all, the mean gradient, the mean's way
+        # squared norms: this trainer's distance from the mean of all, the mean gradient, the distance that the mean moved
         apart = of_mean = way = 0.0
         for parameter, begin, total in zip(self._parameters, self._begin, self._sums, strict=True):
             gone, mean = parameter.detach() - begin.to(device), total.to(device) / self._steps

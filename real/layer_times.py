@@ -74,11 +74,11 @@ class _Step:
 
 
 class LayerClock:
-    """Hooks a model between ``attach`` and ``detach``; ``keep`` stores the step that has passed.
+    """Times a model's layers by hooks between ``attach`` and ``detach``; ``keep`` stores the last step.
 
-    A step: ``forward`` (the model's own, from its hook to its hook, with marks at each layer's entry) ->
-    ``backward`` (with marks at each gradient; a recomputed forward does not count). Forwards in evaluation
-    mode or without gradients are ignored.
+    A step is the whole model's forward, with a mark at each layer's entry, and the backward, with a mark at
+    each gradient. A recomputed forward does not count. Forwards in evaluation mode or without gradients are
+    ignored.
     """
 
     def __init__(self, model: torch.nn.Module, clock: Clock | None = None) -> None:
@@ -93,7 +93,7 @@ class LayerClock:
         self._in_forward = False
         self._kept: list[_Step] = []
         self.current = self._layers[0]
-        """Layer that was entered last."""
+        """Name of the layer that was entered last."""
 
     def attach(self) -> None:
         """Hook the model, its modules and its parameters."""
@@ -118,7 +118,7 @@ class LayerClock:
 
     @property
     def forward_end(self) -> Mark:
-        """End of the forward of the last stored step."""
+        """Mark of the end of the forward of the last stored step."""
         return self._kept[-1].forward_end
 
     def times(self) -> LayerTimes:
@@ -133,7 +133,7 @@ class LayerClock:
         return times
 
     def _forward_of(self, step: _Step) -> list[int]:
-        """Return the time from each layer's entry to the next one's.
+        """Return the ns of each layer's forward, from its entry to the next layer's.
 
         The first layer begins with the step, the last ends with the forward.
         """
@@ -179,7 +179,7 @@ class LayerClock:
 
 
 def _nearest(name: str, entered: dict[str, int]) -> str:
-    """Return the name of the module, or of the innermost around it that was entered; empty if only the model was."""
+    """Return ``name``, or the innermost module around it that was entered; empty if only the whole model was."""
     while name and name not in entered:
         name = name.rpartition(".")[0]
     return name
@@ -211,7 +211,7 @@ class Measured:
 
 
 class Alone(Communicators):
-    """This rank by itself; only the statistics of synchronised batch norm still use the other ranks."""
+    """Communicators of a single rank; only the statistics of synchronised batch norm still use the other ranks."""
 
     def __init__(self, others: Communicators) -> None:
         self._others = others
@@ -219,12 +219,12 @@ class Alone(Communicators):
 
     @property
     def trainers(self) -> int:
-        """One trainer."""
+        """Number of trainers: 1."""
         return 1
 
     @property
     def rank(self) -> int:
-        """Rank 0, of one."""
+        """Rank of this trainer: 0."""
         return 0
 
     def require(self, number: int, groups: Mapping[str, Parts] | None = None) -> None:
@@ -237,9 +237,9 @@ class Alone(Communicators):
 
 
 class ProfileLeg:
-    """Steps of one strategy's compute, in which no gradient leaves the rank.
+    """Measures layer times in steps of one strategy's compute, in which no gradient leaves the rank.
 
-    Life cycle: warm-up; then steps for the table. Its caller trains, see ``steps``.
+    Life cycle: warm-up -> counted steps. The caller trains; see ``steps``.
     """
 
     engine: Engine
@@ -248,7 +248,7 @@ class ProfileLeg:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, communicators: Communicators, *, reads_ahead: ReadsAhead | None = None
     ) -> None:
-        """``reads_ahead``: source of batches, one per step, if threads prepare them."""
+        """``reads_ahead`` is the source of batches, one per step, if threads prepare them."""
         self._model = model
         self._reads_ahead = reads_ahead if reads_ahead is not None and reads_ahead.loaders else None
         self._optimizer = optimizer
@@ -256,7 +256,7 @@ class ProfileLeg:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._clock = LayerClock(model, clock_of(communicators.device))
         self._noise: GradientNoise | None = None
-        """Gradient noise during the warm-up, whose times do not count."""
+        """Gradient noise, measured during the warm-up, whose times do not count; otherwise ``None``."""
         self._counted: set[int] = set()
         self._touched: dict[str, list[int]] = {}
 
@@ -275,7 +275,7 @@ class ProfileLeg:
             saved, step_s = yield from self._warm_up(leg)
             found = None if self._noise is None else self._noise.measured()
             self._noise = None
-            reset_peak(self._communicators.device)  # its copies are not part of the training's memory
+            reset_peak(self._communicators.device)  # the noise's copies of parameters are not part of the training's memory
             for _ in range(max(LEAST_STEPS, min(leg.steps, int((1 - _WARMUP_SHARE) * leg.max_s / step_s)))):
                 yield None
                 self._counted.add(engine.step)
@@ -289,7 +289,7 @@ class ProfileLeg:
     def _warm_up(self, leg: Leg) -> Generator[SavedForBackward | None, None, tuple[dict[str, int], float]]:
         """Step until the plan has settled and blocks are compiled.
 
-        Returns the bytes saved for a backward, by layer, and the seconds of a step.
+        Returns the bytes saved for a backward, by layer, and the seconds per step.
         """
         yield None
         saved = SavedForBackward(self._model, lambda: self._clock.current)
@@ -301,7 +301,7 @@ class ProfileLeg:
         return dict(saved.by_name), (yield from self._agreed_step_s()) if more > 0 else step_s
 
     def _agreed_step_s(self) -> Generator[SavedForBackward | None, None, float]:
-        """Return the seconds of one step on the slowest rank, because all ranks must make the same number."""
+        """Make one step; return its seconds on the slowest rank, so that all ranks derive the same number of steps."""
         begin = time.monotonic()
         yield None
         took = torch.tensor([time.monotonic() - begin], dtype=torch.float64, device=self._communicators.device)
@@ -311,7 +311,7 @@ class ProfileLeg:
         return float(took[0])
 
     def update_done(self) -> None:
-        """Count the elements that sparse gradients touch, after an optimizer's step."""
+        """Add a step's gradients to the noise after its update, and count the elements that sparse ones touch."""
         if self._noise is not None:
             self._noise.add()
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
@@ -354,7 +354,7 @@ class ProfileLeg:
 
 
 def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
-    """Return one table from all ranks' steps; ``parts`` are ``Measured``.
+    """Return one layer table from all ranks' steps; ``parts`` are the ranks' ``Measured`` as dicts.
 
     The layers' backward follows from the times at which gradients are final.
     """
@@ -408,7 +408,7 @@ def table_of(key: str, parts: list[dict[str, Any]]) -> LayerTable:
 
 
 def memory_of(parts: list[dict[str, Any]]) -> Memory:
-    """Return the largest memory that any rank needs."""
+    """Return the largest value of each kind of memory over all ranks."""
     return Memory(**{field.name: Bytes(max(part["memory"][field.name] for part in parts)) for field in dataclasses.fields(Memory)})
 
 
@@ -438,7 +438,7 @@ def _ready_steps(parts: list[dict[str, Any]]) -> Floats:
 def memory_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> dict[str, int]:
     """Return bytes by the fields of ``fleetbench.measurements.Memory``.
 
-    ``activations`` were counted before.
+    ``activations`` is the bytes of activations, which the caller has counted.
     """
     parameters = list(model.parameters())
     return {

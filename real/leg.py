@@ -9,7 +9,7 @@ from fleetbench.strategy import DistributedStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg(Config):
-    """Next task of a launch's workers."""
+    """Next task of a launch's ranks: steps under one strategy."""
 
     strategy: DistributedStrategy = field(default_factory=DistributedStrategy)
     steps: int
@@ -21,15 +21,15 @@ class Leg(Config):
     and data order. ``as_is`` runs a user's script under its own strategy, ignoring ``strategy``, and reports
     the script's facts."""
     seed: int | None = None
-    """Seed of a leg from the initial parameters, for these and for the order of the data, whose split stays;
-    the experiment's if ``None``. A user's script finds it in ``FLEETBENCH_SEED``."""
+    """Seed of the initial parameters and of the data's order, but not of the data's split, in a leg with
+    ``start = "initial"``. ``None``: the experiment's seed. A user's script finds it in ``FLEETBENCH_SEED``."""
     evaluate: bool = False
     """Whether to copy the parameters every ``workload.eval_every`` steps and look for the target."""
     ends_at_target: bool = False
     """Whether a leg with ``evaluate`` evaluates during its steps, and ends once it has confirmed that it reached
     the target. Legs with a script, parameter servers, fragments or emulated compute always make all their steps."""
     window: int = 0
-    """Index of the injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Compared
+    """Index n of the injected stragglers: those of the n-th run of ``warmup_steps + steps`` steps. Compared
     legs share it."""
     record: bool = False
     """Whether to keep every rank's events and operations."""
@@ -37,7 +37,7 @@ class Leg(Config):
     """Whether to measure layer times instead: no exchange, no injected stragglers; ``steps`` is then a
     maximum."""
     max_s: float = 10.0
-    """Seconds in which layer times are measured: fewer steps are made if all would take longer, but at least
+    """Seconds in which layer times are measured: fewer steps are made if they would take longer, but at least
     three."""
     endpoints: tuple[str, ...] = ()
-    """``host:port`` of every parameter server; a session sets it."""
+    """Addresses ``host:port`` of all parameter servers; a session sets them."""

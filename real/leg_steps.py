@@ -1,8 +1,8 @@
 """Leg steps: how one rank runs a leg, of a user's script or of an experiment's own workload.
 
-A leg is a generator. It yields the engine that runs the next step, receives after that step whether the
-training has ended instead, and returns this rank's part of the results, as plain data. Legs change after the
-step, outside of the optimizer's hooks, which may not be changed while they run.
+A leg is a generator. It yields the engine that runs the next step, and resumes after that step, or with true
+if the training has ended instead. It returns this rank's part of the results, as plain data. Legs change
+after the step, outside of the optimizer's hooks, which may not be changed while they run.
 """
 
 import math
@@ -32,7 +32,7 @@ Beat = Callable[[int], None]
 LegEngine: TypeAlias = "Engine | ShardedEngine | ServedTraining"
 """Engine of a leg's strategy: with collectives, with a sharded model, or with servers."""
 LegSteps = Generator[LegEngine, bool | None, dict[str, Any]]
-"""A running leg, see the module."""
+"""A running leg; see the module."""
 
 
 class Trained(ABC):
@@ -45,14 +45,14 @@ class Trained(ABC):
     optimizer: torch.optim.Optimizer
 
     def __init__(self, communicators: Communicators, own_strategy: DistributedStrategy, trainers_per_node: int) -> None:
-        """``own_strategy``: the strategy that the script or experiment itself asks for."""
+        """``own_strategy`` is the strategy that the script or experiment itself asks for."""
         self.communicators, self.own_strategy, self.trainers_per_node = communicators, own_strategy, trainers_per_node
         self.batch_size: int | None = None
-        """Batch size of a trainer's step, once a leg has begun, if it is known."""
+        """Number of samples in a trainer's batch; ``None`` if it is not known yet."""
         self.notes: tuple[str, ...] = ()
         """Notes for the driver, in addition to the strategy."""
         self.has_arrived = False
-        """Whether the current leg is over before all of its steps, after the same step on every rank."""
+        """Whether the current leg has reached its target and ends early, after the same step on every rank."""
 
     @property
     def device(self) -> torch.device:
@@ -68,11 +68,11 @@ class Trained(ABC):
 
     @abstractmethod
     def results(self, leg: Leg) -> dict[str, Any]:
-        """Return additional entries for the part of a timed leg that is over."""
+        """Return additional entries for this rank's part of a timed leg that is over."""
 
     @abstractmethod
     def measuring(self, leg: Leg) -> ProfileLeg:
-        """Return the measurement of layer times, from the next step on."""
+        """Return the leg that measures layer times from the next step on."""
 
     @abstractmethod
     def use(self, engine: Engine) -> None:
@@ -84,15 +84,15 @@ class Trained(ABC):
 
 
 def begin_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
-    """Start the leg that the driver has ordered."""
+    """Return the generator of the leg that the driver has ordered."""
     return (profiled_leg if leg.profile else timed_leg)(leg, trained, beat)
 
 
 def timed_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
     """Run steps under one strategy, timed by the stopwatch.
 
-    A leg that ends early returns only their number. A loaded checkpoint changes the step numbers, so steps
-    are counted from the leg's start here.
+    If the training ends early, the part has no times, plan or results. Steps are counted from the leg's start
+    here, because a loaded checkpoint changes their numbers.
     """
     first_step, total = 1 - leg.warmup_steps, leg.warmup_steps + leg.steps
     engine = trained.begin(leg, beat)
@@ -157,7 +157,7 @@ def profiled_leg(leg: Leg, trained: Trained, beat: Beat) -> LegSteps:
 
 @torch.no_grad()
 def not_finite(stopwatch: Stopwatch, model: nn.Module, num_steps: int) -> dict[str, Any] | None:
-    """Return what is NaN or infinite in a leg, a loss or a parameter at its end, and the step, from 1."""
+    """Return the first NaN or infinite loss of a leg, or parameter at its end, and its step from 1; else ``None``."""
     for number, timed in enumerate(stopwatch.steps, start=1):
         loss = timed.record.loss
         if loss is not None and not math.isfinite(loss):

@@ -36,9 +36,9 @@ class Models:
         return [engine for own in self._found if (engine := own()) is not None]
 
     def sweep(self, meeting: Meeting, *, collects: bool = False) -> None:
-        """Forget models that any trainer's script has dropped; all call it before engines communicate.
+        """Forget models that any trainer's script has dropped; all trainers call it before engines communicate.
 
-        ``collects``: whether to free their memory now.
+        With ``collects``, dropped models are freed first.
         """
         if len(self._found) < (1 if collects else 2):
             return
@@ -93,9 +93,9 @@ class Models:
         return engine
 
     def holding(self, optimizer: torch.optim.Optimizer, where: str) -> list[Engine]:
-        """Return the engines of whose parameters the optimizer holds some.
+        """Return the engines of the models whose parameters the optimizer holds.
 
-        Raises ``ConfigError`` for an optimizer that holds parameters of none of several models.
+        Raises ``ConfigError`` if there are none, or several and the strategy does not allow that.
         """
         engines = self.all(where)
         if len(engines) == 1 or not hasattr(optimizer, "param_groups"):
@@ -143,7 +143,7 @@ class Models:
         return UnevenInputs(engines, communicators).joined(where, throws=throw_on_early_termination)
 
     def refuse_another(self, model: nn.Module, *, is_auto: bool, is_driven: bool) -> None:
-        """Raise ``ConfigError`` for another model, or a repeated one, that would not train as in DDP."""
+        """Raise ``ConfigError`` for a further model, or a repeated call, that this job does not support."""
         if not self.engines:
             return
         if is_driven:
@@ -165,7 +165,7 @@ class Models:
 
 
 def _refuse_shared(known: nn.Module, model: nn.Module) -> None:
-    """Raise ``ConfigError`` for a parameter of both models that one of them trains."""
+    """Raise ``ConfigError`` if the new model trains a parameter of the known one."""
     names = {id(parameter): (name, parameter) for name, parameter in known.named_parameters()}
     shared = [(name, names[id(own)][0]) for name, own in model.named_parameters() if id(own) in names and own.requires_grad]
     if shared:

@@ -1,4 +1,4 @@
-"""Names and functions that torch has only from some version after 2.6 on, with substitutes."""
+"""Substitutes for names and functions that torch 2.6 does not have, and later versions do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_GATHER, REDUCE_SCATTER = (
     if hasattr(dist, "all_gather_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")  # before torch 2.13
 )
-"""Names of functions of ``torch.distributed``."""
+"""Names of torch's functions that gather and scatter single tensors."""
 _GLOO_AVERAGES = hasattr(dist.Store, "clone")  # type: ignore[attr-defined]  # missing from __all__ only
 """Whether gloo has ``ReduceOp.AVG``: it came with torch 2.8, as did ``Store.clone``, which can be checked."""
 
@@ -37,7 +37,7 @@ def average(tensor: torch.Tensor, ranks: int, *, group: dist.ProcessGroup | None
 
 
 def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that the function takes."""
+    """Return those of ``arguments`` that the function takes."""
     taken = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in taken}
 

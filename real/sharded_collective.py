@@ -1,4 +1,4 @@
-"""ShardedCollective: what ``fleet`` is in a job whose model is sharded."""
+"""ShardedCollective: the implementation of ``fleet`` in a job whose model is sharded."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _FIELD = "strategy.sharding"
 
 
 class ShardedCollective(Collective):
-    """See ``Collective``, whose models each have an engine of DDP; here one model has a ``ShardedEngine``."""
+    """A trainer's part in a job with one sharded model, which a ``ShardedEngine`` trains; see ``Collective``."""
 
     _engine: ShardedEngine | None = None
 
     def __init__(self, strategy: DistributedStrategy, timeout_s: float) -> None:
-        """Join the other trainers. Raises ``ConfigError`` for what is not carried out, and in a tuning."""
+        """Join the other trainers. Raises ``ConfigError`` for unsupported strategies, and in a tuning."""
         if os.environ.get(TUNING):
-            arrive(role_of(os.environ).rank)  # the driver hears of the error
+            arrive(role_of(os.environ).rank)  # so that the error is reported to the driver
             what = "a script with a sharded model is neither profiled nor tuned: legs leave the model whole"
             hint = "compare launches of the script with different sharding_configs"
             raise ConfigError(what, _FIELD, "true", hint)
@@ -42,7 +42,7 @@ class ShardedCollective(Collective):
         refuse_unshardable_strategy(strategy, self.trainers)
 
     def distributed_model(self, model: nn.Module, strategy: DistributedStrategy | None = None) -> nn.Module:
-        """Start from rank 0's parameters and buffers, and shard the model."""
+        """Start all trainers from rank 0's parameters and buffers, and shard the model; return the same model."""
         refuse_untrainable(model)
         if strategy is not None:
             what = "is of fleet's four lines, and this script wraps its model in DistributedDataParallel"
@@ -63,7 +63,7 @@ class ShardedCollective(Collective):
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let its steps be the strategy's updates of this trainer's shards."""
+        """Let the optimizer's steps be the strategy's updates of this trainer's shards."""
         refuse_nonlinear(self._strategy, optimizer)
         self._of(OPTIMIZER).attach_optimizer(optimizer)
         return optimizer
@@ -73,11 +73,11 @@ class ShardedCollective(Collective):
         return self._of("fleet.no_sync").no_sync()
 
     def join(self, **_: bool) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``: shards are gathered from all trainers in every step."""
         self._refuse_join()
 
     def synchronize(self) -> None:
-        """Let workers that have updated alone agree; without local steps trainers have agreed after every update."""
+        """Make trainers agree after local steps; without local steps they agree after every update."""
         engine = self._of("fleet.synchronize")
         engine.between_steps("fleet.synchronize")
         engine.flush()
@@ -85,22 +85,22 @@ class ShardedCollective(Collective):
     pull_model = synchronize
 
     def report(self, loss: torch.Tensor | float, _: Mapping[str, torch.Tensor | float]) -> None:
-        """Nothing follows the loss; metrics are for tunings."""
+        """Check that the loss is one number. It has no effect, and metrics are only for tunings."""
         self._of("fleet.report")
         one_number(loss)
 
     def end_epoch(self) -> None:
-        """The data of an epoch are used up; a gradient merge goes on into the next."""
+        """End an epoch of the data; a gradient merge continues into the next."""
         self._of("fleet.end_epoch").end_epoch()
 
     def save(self, path: Path, *, extra: object) -> None:
-        """Save all that training goes on from: every trainer its shards."""
-        from real.sharding.checkpoint import save  # which training without a checkpoint need not pay for
+        """Save everything that training needs to resume; every trainer saves its shards."""
+        from real.sharding.checkpoint import save  # imported late, because not every training saves
 
         save(self._of("fleet.save_persistables"), self.meeting, path, extra=extra)
 
     def load(self, path: Path, *, predicate: Callable[[str], bool] | None, **_: bool) -> Loaded:
-        """Go on from what was saved, also by other trainers, or in another stage, without being told to."""
+        """Resume from a save. Trainers and stage may differ from those that saved, without ``resynchronize``."""
         from real.checkpoints.saving import LOAD
         from real.sharding.checkpoint import load
 
@@ -110,7 +110,7 @@ class ShardedCollective(Collective):
         return load(self._of(LOAD), self.meeting, path)
 
     def save_inference_model(self, path: Path, *_: object) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``: only a whole model is exported."""
         hint = (
             "on every trainer call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)); on rank 0 load that into a "
@@ -127,7 +127,7 @@ class ShardedCollective(Collective):
         return 0 if self._engine is None else self._engine.step
 
     def _of(self, where: str) -> ShardedEngine:
-        """The engine. Raises ``ConfigError`` where there is none."""
+        """Return the engine. Raises ``ConfigError`` if there is none."""
         if self._engine is None:
             raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
         return self._engine

@@ -1,7 +1,7 @@
 """Sharded legs: a script's own ``fully_shard`` model under the strategies of a driver, one leg after another.
 
-Units reshard after their forward, or do not; or, for layer times, stay gathered while nothing is exchanged. What training learns is the
-same in all of them but the last, whose optimizer steps find no gradients.
+Legs differ in whether units reshard after their forward. In a leg for layer times, units stay gathered and
+nothing is exchanged, so its optimizer steps find no gradients. All other legs give the same training result.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from real.sharding.waits import GROUPS, Exchange, places, replaced
 
 @dataclass(slots=True)
 class ShardedEngine:
-    """Notes the steps of one leg, which torch executes."""
+    """Records the steps of one leg; torch executes them."""
 
     living: ShardedModel
     optimizer: torch.optim.Optimizer
     strategy: DistributedStrategy
     stopwatch: Stopwatch
     step: int
-    """Of the forward under way, or the last one."""
+    """Number of the step whose forward has begun last."""
     plan: Plan
     on_step: Beat = field(default=lambda _: None)
     _has_updated: bool = True
     _buckets: dict[int, int] = field(default_factory=dict)
-    """The plan's bucket of each parameter as torch has it, by id."""
+    """Index of the plan's bucket for each of torch's parameters (``FSDPParam``), by its ``id()``."""
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def attach(self) -> None:
-        """Hook the optimizer, and what gathers and scatters."""
+        """Hook the optimizer, and torch's gathers and scatters."""
         hooks: list[RemovableHandle] = [
             self.optimizer.register_step_pre_hook(lambda *_: self.stopwatch.update_begins()),
             self.optimizer.register_step_post_hook(lambda *_: self._updated()),
@@ -67,13 +67,13 @@ class ShardedEngine:
         self._undo.append(stack.close)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._undo:
             self._undo.pop()()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The model's forward runs inside."""
+        """Time the model's forward, which runs inside the context."""
         if self._has_updated:
             self._has_updated = False
             self.step += 1
@@ -83,14 +83,14 @@ class ShardedEngine:
         self.stopwatch.forward_ends()
 
     def flush(self, *, end: bool) -> None:
-        """Nothing is under way between two steps."""
+        """Do nothing, because nothing is in flight between two steps."""
 
     def recordings(self) -> list[Any]:
-        """No decision was recorded: torch has none of the plan's."""
+        """Return an empty list: torch makes none of the plan's decisions, so none is recorded."""
         return []
 
     def report(self, loss: torch.Tensor | float) -> None:
-        """Nothing follows the loss."""
+        """Do nothing, because nothing depends on the loss."""
 
     def _updated(self) -> None:
         self.stopwatch.update_ends()
@@ -115,9 +115,10 @@ class ShardedEngine:
 
 
 class ShardedSwitch(Trained):
-    """A change of strategy between two steps of all ranks; after the last leg the script's own is back.
+    """Changes the strategy between two steps of all ranks; after the last leg it restores the script's own.
 
-    A ``ShardedEngine`` has what legs call of an ``Engine``, and a ``ShardedProfileLeg`` what they call of a ``ProfileLeg``.
+    ``ShardedEngine`` and ``ShardedProfileLeg`` have the methods of ``Engine`` and ``ProfileLeg`` that legs
+    call.
     """
 
     def __init__(
@@ -159,7 +160,10 @@ class ShardedSwitch(Trained):
         return engine
 
     def forward(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[None]:
-        """The context of a forward; one without gradients follows the step before it, whose end it delays."""
+        """Return the context of a forward.
+
+        A forward without gradients is an evaluation after the step before it, whose end it delays.
+        """
         if not torch.is_grad_enabled():
             self._evaluated.add(self.engine.step)
             return nullcontext()
@@ -169,7 +173,7 @@ class ShardedSwitch(Trained):
         return self.engine.forward()
 
     def results(self, _leg: Leg) -> dict[str, Any]:
-        """The steps after which the script has evaluated its model."""
+        """Return the steps after which the script has evaluated its model."""
         evaluated, self._evaluated = sorted(self._evaluated), set()
         return {"evaluated": evaluated}
 
@@ -178,21 +182,21 @@ class ShardedSwitch(Trained):
         return ShardedProfileLeg(self)
 
     def use(self, engine: Any) -> None:
-        """It is the open one."""
+        """Do nothing: ``open`` has put the engine into use."""
 
     def count_saved(self, saved: Any) -> None:
-        """Activations are not counted."""
+        """Do nothing, because activations are not counted."""
 
 
 class ShardedProfileLeg:
-    """Steps of compute alone: all parameters stay gathered, and no gradient leaves the rank. See ``ProfileLeg``."""
+    """Measures layer times while all parameters stay gathered and no gradient leaves the rank; see ``ProfileLeg``."""
 
     def __init__(self, switch: ShardedSwitch) -> None:
         self._switch = switch
         self.engine = switch.engine
 
     def steps(self, leg: Leg, on_step: Beat) -> Generator[None, None, Measured]:
-        """Yield before each step, which the caller trains."""
+        """Yield before each step that the caller trains."""
         switch, living = self._switch, self._switch.living
         self.engine = engine = switch.open(leg.strategy, first_step=1 - leg.warmup_steps)
         engine.on_step = on_step
@@ -214,7 +218,7 @@ class ShardedProfileLeg:
                     clock.keep()
                     clear()
                 engine.stopwatch.finish()
-                dtypes = {each.name: each.dtype for each in living.gradients()}  # what is gathered may be narrower
+                dtypes = {each.name: each.dtype for each in living.gradients()}  # gathered parameters may have a narrower type
                 times = clock.times()
                 times.gradients = [(name, numel, dtypes[name]) for name, numel, _ in times.gradients]
                 records = [timed.record for timed in engine.stopwatch.steps if timed.record.step >= first]
@@ -229,11 +233,11 @@ class ShardedProfileLeg:
                 clock.detach()
 
     def update_done(self) -> None:
-        """Nothing is counted of gradients."""
+        """Do nothing, because gradients are not counted."""
 
 
 def _unless_scaling(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A scaler's step, which finds no gradients here."""
+    """Return a scaler's ``step`` that raises ``ConfigError`` if the scaler is enabled: it would find no gradients."""
 
     def refused(scaler: torch.amp.GradScaler, *arguments: Any, **named: Any) -> Any:
         if scaler.is_enabled():
@@ -249,13 +253,13 @@ def _unless_scaling(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reshard_of(strategy: DistributedStrategy, own: DistributedStrategy) -> bool | None:
-    """What a strategy changes of the innermost units' resharding; none: they do as the script, or its calls, say."""
+    """Return whether innermost units reshard after their forward; ``None`` if ``strategy`` and ``own`` agree."""
     wanted, known = (one.sharding_configs.stage == 3 and one.sharding_configs.reshard_after_forward for one in (strategy, own))
     return None if wanted == known else bool(wanted)
 
 
 def plan_of(living: ShardedModel, strategy: DistributedStrategy, trainers: int, trainers_per_node: int) -> Plan:
-    """The plan of the model's units: one bucket each."""
+    """Return the plan of the model, with one bucket per unit."""
     gradients = living.gradients()
     setting = Setting(
         trainers=trainers,

@@ -1,6 +1,6 @@
-"""Support of the real executor, on a device that computes and on an emulated one.
+"""Supported settings of the real executor, on a device that computes and on an emulated one.
 
-Everything else is refused by name.
+Every other setting is refused by name.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def is_emulated(experiment: Experiment) -> bool:
 
 
 def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for the first setting that needs real data, real losses or real numbers."""
+    """Raise ``ConfigError`` for the first setting that needs real data, losses or gradients."""
     workload = experiment.workload
     if workload.target_loss is not None and workload.loss_curve is None:
         hint = 'drop it, or declare workload.loss_curve = { start = 2.3, floor = 0.2, half_life = "150 steps" }'
@@ -38,7 +38,7 @@ def refuse_unemulated(experiment: Experiment, strategy: DistributedStrategy) -> 
 
 
 def with_compute(experiment: Experiment) -> Experiment:
-    """Return the experiment on this machine's CPU, to measure the times of an emulated device."""
+    """Return the experiment, moved to this machine's CPU if its device is emulated, to measure layer times."""
     if not is_emulated(experiment):
         return experiment
     return experiment.replace(
@@ -50,14 +50,14 @@ def with_compute(experiment: Experiment) -> Experiment:
 def executed_part(strategy: DistributedStrategy) -> DistributedStrategy:
     """Return the strategy without settings that only change compute.
 
-    Their effect is in the layer table, and there is no compute to change.
+    On an emulated device, which has no compute, their effect is in the layer table.
     """
     kept = () if strategy.sharding_configs.param_dtype == "own" else ("strategy.amp",)  # the type needs it
     return strategy.without(*(name for name in COMPUTE_ONLY if not name.startswith(kept)))
 
 
 def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[dict[str, str]]:
-    """Return notes on lines that a run leaves out without effect on its times."""
+    """Return an entry of ``skipped`` for each setting that an emulated run does not follow."""
     found = []
     workload = experiment.workload
     if workload.target_loss is not None and strategy.mode == "ps":
@@ -72,7 +72,7 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
 _EXECUTOR = "the real executor"
 _UNREALISED = "intra inter racks nics_per_node cores_per_node collective measured host_bandwidth first_exchange gpu"
 UNREALISED = tuple(_UNREALISED.split())
-"""Lines of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
+"""Fields of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
 _CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
 

@@ -1,6 +1,6 @@
 """Training: an experiment's training on one rank, leg by leg.
 
-``real.emulated.emulated_training`` sleeps instead of computing.
+The training in ``real.emulated.emulated_training`` sleeps instead of computing.
 """
 
 import dataclasses
@@ -58,13 +58,13 @@ class Training(Trained):
         self._experiment = experiment
         self.batch_size = experiment.workload.batch_size
         self._leg, self._step = Leg(steps=0), 0
-        """Current leg, and its next step."""
+        """Current leg, and the number of its next step."""
         self._saved: SavedForBackward | None = None
-        """Counter of the bytes that the next forward saves."""
+        """Counter of the bytes that the next forward saves, if they are counted."""
         self.keep_times = True
-        """Whether to keep the times of every step; too many in a training of weeks."""
+        """Whether to keep the times of every step; a training of weeks has too many."""
         self.log: TrainingLog | None = None
-        """Receives every counted step's loss."""
+        """Training log, which gets the loss of every counted step; ``None`` for none."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,10 +80,10 @@ class Training(Trained):
 
     @abstractmethod
     def _evaluate(self, step: int) -> None:
-        """Evaluate after a step of an evaluated leg."""
+        """Evaluate the model after ``step``, in a leg with ``evaluate``."""
 
     def run(self, leg: Leg, beat: Beat) -> dict[str, Any]:
-        """Run a leg, and return its part."""
+        """Run a leg, and return this rank's part of its results."""
         steps = begin_leg(leg, self, beat)
         while True:
             try:
@@ -139,7 +139,7 @@ class Training(Trained):
         self._leg, self._step = leg, 1 - leg.warmup_steps
 
     def _engine(self, leg: Leg, strategy: DistributedStrategy, told: Told | None = None) -> LegEngine:
-        """Return the engine of ``strategy``, with the optimizer attached, joined to any servers."""
+        """Return the engine of ``strategy`` with the optimizer attached; with servers, it has joined them."""
         run, first_step = self._experiment.run, 1 - leg.warmup_steps
         if strategy.mode == "ps":
             options = TrainerOptions(
@@ -175,7 +175,7 @@ class Training(Trained):
         return engine
 
     def _forecast(self, strategy: DistributedStrategy) -> tuple[Cost, dict[str, int]] | None:
-        """Return costs and times of readiness from the layer table, for a fusion that plans by cost."""
+        """Return an all-reduce's cost and gradients' readiness in ns, if the fusion plans by cost; else ``None``."""
         table = self._table(strategy)
         if not strategy.fuses_by_cost or table is None:
             return None
@@ -183,7 +183,7 @@ class Training(Trained):
         return cost, {gradient.name: gradient.ready for gradient in table.by_readiness()}
 
     def _draws(self, leg: Leg) -> dict[int, int]:
-        """Return this rank's X of every step of the leg's window, in units of 2^-24."""
+        """Return this rank's straggler draws X by step, for the leg's window, in units of 2^-24."""
         cluster, first = self._experiment.cluster, 1 - leg.warmup_steps
         steps = leg.warmup_steps + leg.steps
         drawn_from = first + leg.window * steps
@@ -192,10 +192,10 @@ class Training(Trained):
 
 
 class ComputedTraining(Training):
-    """A registry model, and its position in the data."""
+    """Training of a registry model, with its position in the data."""
 
     def __init__(self, experiment: Experiment, data: Path, communicators: Communicators) -> None:
-        """``data``: folder in which the data were prepared."""
+        """``data`` is the folder with the prepared data."""
         super().__init__(experiment, communicators)
         self._data, self._seed = data, experiment.run.seed
         workload = experiment.workload
@@ -208,11 +208,11 @@ class ComputedTraining(Training):
         self._position = 0
         self._snapshots: list[tuple[int, torch.Tensor]] = []
         self._measures: list[tuple[int, float, float | None]] = []
-        """Steps of the current leg, with the held-out loss and accuracy after them."""
+        """Evaluations in the current leg: step, and the held-out loss and accuracy after it."""
         self._injector: Injector | None = None
 
     def begin(self, leg: Leg, beat: Beat) -> LegEngine:
-        """See ``Training``."""
+        """See ``Trained``."""
         self._start(leg)
         self._snapshots, self._measures, self.has_arrived = [], [], False
         self.engine = self._engine(leg, self.own_strategy if leg.start == "as_is" else leg.strategy)
@@ -236,7 +236,7 @@ class ComputedTraining(Training):
         }
 
     def measuring(self, leg: Leg) -> ProfileLeg:
-        """See ``Training``."""
+        """See ``Trained``."""
         self._start(leg)
         reads_ahead = self._batches if isinstance(self._batches, ReadsAhead) else None
         return ProfileLeg(self.model, self.optimizer, self.communicators, reads_ahead=reads_ahead)
@@ -328,7 +328,7 @@ class ComputedTraining(Training):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor without its history; for a sharded one, all ranks call it at the same place."""
+    """Return a tensor, whole and without its history; for a sharded one, all ranks call it at the same place."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 

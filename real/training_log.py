@@ -10,7 +10,7 @@ from real.communication.lanes import host_reads
 class TrainingLog:
     """Prints the line of every ``every``-th batch of an epoch, starting with its batch 0.
 
-    It reads only these batches' values; on a device that waits for it.
+    It reads only the values of these batches, because reading a value from a device waits for it.
     """
 
     def __init__(self, every: int) -> None:

@@ -6,12 +6,12 @@ import simpy
 from simpy.events import EventPriority
 
 LATEST_NS = 2**60
-"""Latest time in ns that a run may reach. Engines add, compare and subtract a few times in 64 bits, so they
-leave three bits free."""
+"""Latest time in ns that a run may reach. It leaves three of 64 bits free, because engines add, compare and
+subtract times."""
 
 
 class Clock(simpy.Environment):
-    """A simulated clock that starts at 0 and never leaves the integers."""
+    """A simulated clock that starts at 0 and has only integer times."""
 
     @property
     def now(self) -> int:
@@ -27,7 +27,7 @@ class Clock(simpy.Environment):
     def at_last(self) -> simpy.Event:
         """Return an event at the current time that comes after all others of this time."""
         event = simpy.Event(self)
-        event._ok, event._value = True, None  # noqa: SLF001  # as ``succeed``, which schedules it among the others
+        event._ok, event._value = True, None  # noqa: SLF001  # as ``succeed`` does, which would schedule it among the others
         self.schedule(event, priority=_LAST)
         return event
 
@@ -37,5 +37,8 @@ _LAST = EventPriority(2)
 
 
 def half_up(duration_ns: Fraction) -> int:
-    """Round to whole nanoseconds, halves up, so that adding whole nanoseconds commutes with rounding."""
+    """Return the duration rounded to whole nanoseconds, halves up.
+
+    Adding whole nanoseconds commutes with this rounding.
+    """
     return (2 * duration_ns.numerator + duration_ns.denominator) // (2 * duration_ns.denominator)

@@ -33,21 +33,22 @@ class Execution:
     end_ns: int
     """Latest end on any rank."""
     step_ends_ns: Mapping[int, int]
-    """Latest end of each step on any rank."""
+    """Latest end on any rank, by number of the step."""
     table: pd.DataFrame | None
     """One row per rank and step; ``None`` if it was not requested."""
     totals: Mapping[str, Any] | None = None
-    """Figures of the counted steps for ``fleetbench.result.summary_of``, if there is no table."""
+    """Figures of the counted steps, as ``fleetbench.result.summary_of`` takes them, if there is no table."""
     spans: tuple[Span, ...] = ()
     no_spans: str | None = None
     """Reason why there are no spans although they were requested."""
     recordings: tuple[Recording, ...] = ()
-    """Events and operations of every rank, or of every role with parameter servers. The next two fields exist
-    only with parameter servers."""
+    """Events and operations of every rank, or of every role with parameter servers."""
     staleness: dict[str, float] | None = None
+    """Quantiles of staleness; only with parameter servers."""
     server_load: dict[str, object] | None = None
+    """Load of the servers; only with parameter servers."""
     notes: tuple[dict[str, str], ...] = ()
-    """Parts of the experiment that the engine left out."""
+    """Notes on parts of the experiment that the engine left out."""
 
 
 class Spans:
@@ -84,5 +85,5 @@ def stream_and_name(operation: Operation, *, several: bool) -> tuple[str, str]:
 
 
 def too_many(events: str, most: int) -> str:
-    """Return the reason why a timeline of this many events is not kept."""
+    """Return the reason why a timeline with this number of events is not kept."""
     return f"{events} events, and no more than {most:,} are kept: fewer steps or trainers"

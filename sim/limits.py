@@ -10,20 +10,22 @@ from fleetbench.stragglers import Episode, Trace
 MOST_TRAINERS = 200_000
 MOST_SERVERS = 10_000
 MOST_STEPS = 5_000_000
-"""Steps, warm-up included. Arrays of ranks keep half a kilobyte per step."""
+"""Largest number of steps, warm-up included. Arrays of ranks keep half a kilobyte per step."""
 MOST_RANK_STEPS = 10_000_000_000
-"""Steps of all ranks together, for the engine of arrays."""
+"""Largest number of steps of all ranks together, for the engine of arrays."""
 MOST_REMEMBERED = 100_000_000
-"""Steps of all ranks that are in memory at once: in a table, or as delays that depend on earlier delays."""
+"""Largest number of steps of all ranks that are in memory at once: in a table, or as delays that depend on
+earlier delays."""
 MOST_EVENTS = 10_000_000
-"""Steps of all ranks and their operations on SimPy's clock, at 40 to 100 microseconds each."""
+"""Largest number of steps of all ranks, and their operations, on SimPy's clock. Each takes 40 to 100
+microseconds."""
 MOST_LAYERS = 20_000
 MOST_BATCHES = 1_000_000
-"""Batches that a trainer's loaders may prepare ahead."""
+"""Largest number of batches that a trainer's loaders may prepare ahead."""
 
 
 def refuse_large(experiment: Experiment) -> None:
-    """Raise ``ConfigError`` for an experiment that no engine simulates."""
+    """Raise ``ConfigError`` for an experiment that is too large for every engine."""
     workload, cluster = experiment.workload, experiment.cluster
     steps = workload.steps + experiment.run.warmup_steps
     at_most(steps, MOST_STEPS, "steps", "workload.steps", "a few hundred steps show how long a step takes")

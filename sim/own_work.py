@@ -13,16 +13,17 @@ from sim.scenario import Scenario
 
 
 class OwnWork:
-    """Durations in ns of a rank's own operations, as it executes those of a step in order.
+    """Durations in ns of a rank's own operations, asked for in the order in which a step executes them.
 
     ``update`` and ``merge`` take the layer table's time, divided by the number of ranks that shard it. A
-    bucket's own update takes its share by elements, a fragment's merge its share by bytes. An outer
-    optimizer's step passes over memory 8 times and a merge 10 times, so it takes 0.8 of the merge's time.
-    Without momentum it is only a factor in the merge, and takes no time.
+    bucket's own update takes its share by elements, and a fragment's merge its share by bytes. An outer
+    optimizer's step passes over memory 8 times and a merge 10 times, so the step takes 0.8 of the merge's
+    time. Without momentum the step is only a factor in the merge, and takes no time.
 
     Copying all gradients takes ``pack``. Each dense bucket takes its share by bytes when its collective
-    starts; or, where the gradients of several steps are summed, when it is added to the sum and when it is
-    taken from it. A bucket that was taken from the sum in this step is contiguous, and starts without a copy.
+    starts. If the gradients of several steps are summed, it takes its share when it is added to the sum and
+    when it is taken from it. A bucket that was taken from the sum in this step is contiguous, and its
+    collective starts without a copy.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -46,7 +47,7 @@ class OwnWork:
         self._released = set()
 
     def joining(self, operation: Operation) -> int:
-        """Return the time in ns before a rank joins a collective: the host's part and the gradients' copy."""
+        """Return the time in ns before a rank joins a collective: the host's work, and the copy of the gradients."""
         bucket = operation.bucket
         if operation.payload != "gradient" or bucket is None or (bucket, operation.kind, operation.group) not in self._sets_out:
             return self._host_ns
@@ -56,11 +57,11 @@ class OwnWork:
         return self._host_ns + self._pack_ns[bucket]
 
     def bucket_update(self, bucket: int) -> int:
-        """Return the time in ns of a bucket's own update; all buckets together take the whole update's."""
+        """Return the time in ns of a bucket's own update. All buckets together take the time of the whole update."""
         return self._update_ns[bucket]
 
     def local(self, operation: Operation) -> tuple[str | None, int]:
-        """Return any other local operation's name in the timeline and its time in ns.
+        """Return the name in the timeline and the time in ns of any other local operation.
 
         The name is ``None`` if the timeline does not show the operation.
         """
@@ -75,9 +76,9 @@ class OwnWork:
 
 
 def holds_rank(operation: Operation) -> bool:
-    """Whether a rank waits at once for a collective: true for rank 0's buffers.
+    """Whether a rank waits at once for a collective: for the broadcast of rank 0's buffers.
 
-    No update follows these where buckets update on their own, so nothing else would wait for them.
+    If buckets update on their own, no update follows this broadcast, so nothing else would wait for it.
     """
     return operation.kind == "broadcast" and operation.payload == "buffers"
 
@@ -85,9 +86,9 @@ def holds_rank(operation: Operation) -> bool:
 def moments_of(plan: Plan, table: LayerTable) -> list[tuple[BlockBegin | BucketReady, int]]:
     """Return the plan's moments, each with its time in ns from the start of the forward at X = 0.
 
-    A moment's time is never less than that of the moments before it. A bucket is ready with its last
-    gradient. A block begins with its first layer in the forward, and with its last one in the backward. The
-    block of layers that belong to no other block begins with the forward.
+    Times never decrease from one moment to the next. A bucket is ready with its last gradient. A block begins
+    with its first layer in the forward, and with its last one in the backward. The block of layers that
+    belong to no other block begins with the forward.
     """
     begins_ns = [0, *accumulate(layer.forward for layer in table.layers)]
     ends_ns = [0, *accumulate(layer.backward for layer in reversed(table.layers))][::-1]

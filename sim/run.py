@@ -1,11 +1,11 @@
 """simulate: how long an experiment will take, by one of two engines.
 
-- ``reference``: event by event, on SimPy's clock; every scenario
+- ``reference``: event by event, on SimPy's clock; it supports every scenario
 - ``vector``: max-plus recursions over arrays of ranks, equal to the reference in every nanosecond; ``auto``
   is an alias
 
-The reference runs scenarios that the vector engine does not support, and recordings. The summary's ``engine``
-says why.
+The reference always runs scenarios that the vector engine does not support, and runs that keep recordings.
+The summary's ``engine`` gives the reason.
 """
 
 import dataclasses
@@ -47,18 +47,18 @@ def simulate(
 
     Args:
         experiment: its layer table and links are declared, or come from the profile that it names.
-        progress: called with the number of steps that rank 0 has done and of all its steps, with warm-up.
+        progress: called with the number of steps that rank 0 has done, and of all its steps; both with warm-up.
         record: keep every rank's events and operations in ``recordings``; with servers, every role's.
         timeline: keep ``spans``, of which there may be a million.
         spared: ranks that no straggler delays, whatever the experiment says; see ``sim.many.what_if``.
-        engine: the engine that executes it; see the module. Parameter servers have only the reference.
-        table: keep ``steps``; by default if it has at most five million rows.
-        learnt: what virtual trainers of this experiment have learnt; its losses replace declared ones.
+        engine: name of the engine; see the module. Parameter servers run only in the reference engine.
+        table: keep ``steps``; by default only if it has at most five million rows.
+        learnt: results of this experiment's virtual trainers; their losses replace declared ones.
 
     Raises:
-        ConfigError: there are more than ten billion steps of all trainers together, a field is changed that
-            the simulator does not execute, a layer table or link is not known, nothing takes time, or a run
-            is too large for the reference engine.
+        ConfigError: all trainers together have more than ten billion steps, a field is changed that the
+            simulator does not execute, a layer table or link is missing, nothing takes time, or a run is too
+            large for the reference engine.
     """
     begin_s = time.perf_counter()
     num_steps = experiment.workload.steps + experiment.run.warmup_steps
@@ -170,7 +170,7 @@ def _final_loss(experiment: Experiment, learnt: Trajectory | None) -> tuple[floa
 
 
 def _to_target(experiment: Experiment, execution: Execution, learnt: Trajectory | None) -> dict[str, float]:
-    """Return the seconds and steps to the target on the last rank, by ``Summary``'s names.
+    """Return the seconds and steps until the last rank reaches the target loss, by ``Summary``'s names.
 
     The result is empty if the target is not reached.
     """

@@ -34,7 +34,8 @@ from sim.limits import refuse_large
 from sim.network.links import Links
 
 MOST_KEPT = 2**22
-"""Largest number of draws that are made at once and kept, also for the strategies that follow."""
+"""Largest number of delays that are drawn at once and cached. Cached delays are reused for other
+strategies."""
 _CLUSTER = """
 nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks node_overrides
 stragglers
@@ -53,12 +54,12 @@ class Scenario:
     links: Links
     scalars: DeclaredScalars | Trajectory
     steps: range
-    """Warm-up and counted steps; the counted ones start at 1."""
+    """Numbers of the warm-up and counted steps; the counted ones start at 1."""
     steps_per_epoch: int | None
     draws: Draws
-    """X of every rank and step."""
+    """Delays X of every rank and step."""
     fetch_every: int = 1
-    """Steps between two times at which the host reads results back."""
+    """Number of steps between two times at which the host reads results back."""
     first_exchange_ns: int = 0
     """Additional time in ns before the first collective on each communicator starts."""
 
@@ -66,10 +67,10 @@ class Scenario:
     def of(
         cls, experiment: Experiment, spared: Collection[int] = (), table: LayerTable | None = None, learnt: Trajectory | None = None
     ) -> Scenario:
-        """Resolve an experiment. Nothing delays the ranks ``spared``.
+        """Resolve an experiment. No straggler delays the ranks ``spared``.
 
-        ``table``: the experiment's layer table, if it was looked up before. ``learnt``: what the experiment's
-        virtual trainers observed; it replaces what the experiment declares.
+        ``table``: the experiment's layer table, if it was looked up before. ``learnt``: results of the
+        experiment's virtual trainers; their scalars replace those that the experiment declares.
 
         Raises ``ConfigError`` for a field that is not simulated, a run that is too large, or a missing
         profile, link or loss.
@@ -129,7 +130,7 @@ def setting_of(experiment: Experiment, table: LayerTable) -> Setting:
 
 
 def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[str, str]]:
-    """Return notes on the experiment's lines that a simulated run leaves out without effect on its times."""
+    """Return notes on parts of the experiment that a simulated run leaves out."""
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     profile = None if workload.model == LAYERS else profile_of(experiment)
     measured = None if profile is None else profile.communication
@@ -168,10 +169,11 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
 
 
 def memory_of(experiment: Experiment, plan: Plan) -> dict[str, int] | None:
-    """Return the bytes that a trainer needs by content (``trainer_bytes``); ``None`` if no profile says.
+    """Return a trainer's bytes of memory by content (``trainer_bytes``); ``None`` if no profile gives them.
 
-    A profile's memory belongs to its first table. If the strategy's own table recomputes, the activations are
-    those that it keeps, plus those of the largest block while a block's backward runs.
+    A profile's memory belongs to its first table. If the strategy recomputes and has its own table, the
+    activations are those that this table keeps, plus those of the largest block while a block's backward
+    runs.
     """
     profile = None if experiment.workload.model == LAYERS else profile_of(experiment)
     if profile is None or profile.memory is None:
@@ -196,7 +198,7 @@ def short_of_memory(experiment: Experiment, needed: int | None) -> list[dict[str
 
 
 def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, str]]:
-    """Yield the limits per connection that a run ignores."""
+    """Yield for each link whether its limit per connection is ignored, the limit's field, and the reason."""
     if not served and cluster.collective != "measured" and not cluster.collective.startswith("nccl-"):
         return
     why = "messages of servers and of NCCL, and measured all-reduces, use the interface's full bandwidth"
@@ -223,7 +225,10 @@ class Draws:
         return self._drawn(self.steps)
 
     def rows(self, begin: int, end: int) -> Integers:
-        """Return X of the steps with these indices, shape ``(end - begin, trainers)``, contiguous by step."""
+        """Return X of the steps with indices from ``begin`` to ``end``, which is excluded.
+
+        The shape is ``(end - begin, trainers)``, contiguous by step.
+        """
         is_small = len(self.steps) * self.cluster.trainers <= MOST_KEPT
         if is_small or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
             return self._rows[begin:end]
@@ -231,7 +236,7 @@ class Draws:
 
     @functools.cached_property
     def _rows(self) -> Integers:
-        """X of all steps: for few draws, or where a step depends on earlier ones or a file is read."""
+        """X of all steps, for few draws, for delays that depend on earlier steps, and for traces."""
         return np.ascontiguousarray(self.of_ranks().T)
 
     def _drawn(self, steps: range) -> Integers:

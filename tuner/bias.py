@@ -2,9 +2,9 @@
 
 log(real / simulated) of a strategy, minus that of the default, is modelled as a sum: an effect of its family
 (same arithmetic, rounded wire, other training), one effect for every parameter that differs from the
-default's, and a residual. All are normal with mean 0. Their size is one of ``SCALES``, weighted by the
-measurements. So a family's effect is the mean of its residuals, shrunk towards 0, and predictions for a
-strategy that has not run have a standard deviation.
+default's, and a residual. All are normal with mean 0. Predictions are averages over the standard deviations in
+``SCALES``, weighted by how likely each makes the measurements. So a family's effect is the mean of its measured
+errors, shrunk towards 0, and a prediction for a strategy that has not run has a standard deviation.
 """
 
 import functools
@@ -20,13 +20,14 @@ from fleetbench.strategy import DistributedStrategy
 from tuner.space import parameters_of
 
 SCALES = (0.01, 0.04, 0.12, 0.35)
-"""Standard deviations of a family's effect, in logarithms."""
+"""Possible standard deviations of a family's effect, in logarithms."""
 PARAMETER = 0.5
-"""Standard deviation of the effect of one parameter's value, as a share of a family's."""
+"""Standard deviation of a parameter's effect, as a share of that of a family's effect."""
 RESIDUAL, NOISE = 0.01, 0.02
-"""Standard deviations of a strategy's residual, and of the ratio of its two legs to two of the default."""
+"""Standard deviations, in logarithms: of a strategy's residual, and of the ratio of its two legs to two of the
+default."""
 LEAST = 0.002
-"""Least expected gain, in logarithms, for which another strategy is worth its legs."""
+"""Smallest expected gain, as a difference of log times, for which another strategy runs."""
 
 
 def named(
@@ -39,9 +40,9 @@ def named(
     """Return the strategy to run next: the one with the largest expected gain among those that have not run.
 
     None if that gain is below ``LEAST``. ``measured`` and ``simulated`` are logarithms of times over the
-    default's. A gain is relative to the best measured strategy of its ``way`` of training, including the
-    default; if none of that way was measured, to the best of all. ``rejected`` strategies inform about
-    errors, but are no baseline.
+    default's. A gain is relative to the best measured strategy with the same ``way`` of training, including
+    the default; without one, to the best of all. ``rejected`` strategies are no baselines, but their errors
+    count.
     """
     others = [strategy for strategy in simulated if strategy not in measured and strategy != default]
     if not others or not measured:
@@ -60,9 +61,9 @@ def named(
 def corrections(
     default: DistributedStrategy, measured: Mapping[DistributedStrategy, float], others: Sequence[DistributedStrategy]
 ) -> tuple[Floats, Floats]:
-    """Return mean and standard deviation of log(real / simulated) of ``others``, minus the default's.
+    """Predict log(real / simulated) of ``others``, minus that of the default: mean and standard deviation.
 
-    ``measured`` has it for some strategies. Shapes ``(others,)``.
+    ``measured`` has this difference for strategies that have run. Shapes ``(len(others),)``.
     """
     errors = np.array([*measured.values()], dtype=np.float64)
     base, known, asked = (np.array([*map(_features, some)]) for some in ([default], [*measured], others))
@@ -83,15 +84,15 @@ def corrections(
 
 
 def improvement(best: Floats, mean: Floats, deviation: Floats) -> Floats:
-    """Return the expected gain over ``best``, all in logarithms of times."""
+    """Return the expected improvement over ``best`` of normal log times with this mean and deviation."""
     z = (best - mean) / deviation
     return np.asarray(deviation * (z * stats.norm.cdf(z) + stats.norm.pdf(z)))
 
 
 def _covariance(some: npt.NDArray[np.str_], others: npt.NDArray[np.str_], base: npt.NDArray[np.str_]) -> Floats:
-    """Return the covariance of effects relative to the default's, in units of one effect's variance.
+    """Return the covariance of effects minus the default's, in units of the variance of one effect.
 
-    It is 0 for a feature that equals the default's.
+    Shape ``(len(some), len(others), features)``. It is 0 where either strategy has the default's value.
     """
     differs = (some != base)[:, None] & (others != base)[None]
     return np.asarray(differs * (1.0 + (some[:, None] == others[None])))
@@ -99,7 +100,7 @@ def _covariance(some: npt.NDArray[np.str_], others: npt.NDArray[np.str_], base: 
 
 @functools.lru_cache(maxsize=32_768)
 def _features(strategy: DistributedStrategy) -> tuple[str, ...]:
-    """Return the two families and the parameters; bucket sizes are distinguished by factors of four."""
+    """Return two flags (local steps, 16-bit wire) and the parameters, with bucket sizes in powers of four."""
     found = parameters_of(strategy)
     if isinstance(size := found["fusion"], float):
         found["fusion"] = round(math.log2(max(size, 0.01)) / 2)

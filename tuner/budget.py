@@ -14,28 +14,25 @@ SECONDS_PER_HOUR = 3600.0
 _LEAST_STEPS = 15
 """Least number of steps to which ``tune.leg_seconds`` shortens a leg."""
 _AMPLE = 1.5
-"""Factor on the expected time, for a budget that is proposed."""
+"""Factor by which a proposed budget exceeds the expected time."""
 
 
-class BudgetSpent(Exception):  # noqa: N818  # an end of measuring, not an error of anybody
-    """The next leg would exceed the budget of the real runs."""
+class BudgetSpent(Exception):  # noqa: N818  # it ends the measurements and is not an error
+    """Raised if the next leg would exceed the budget of the real runs."""
 
 
 def largest_geo_k(experiment: Experiment) -> int:
-    """Return the largest K of GeoSGD, out of ``tune.local_steps`` and the experiment's own K.
-
-    Return 1 if nothing is GeoSGD.
-    """
+    """Return the largest K of GeoSGD: from ``tune.local_steps`` or the experiment's own K, or 1 without GeoSGD."""
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
     own = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer).k_steps
     return max(1, own, *(experiment.tune.local_steps if optimizer == "sgd" else ()))
 
 
 def leg_steps_of(experiment: Experiment) -> int:
-    """Return ``tune.leg_steps``, or enough steps for a round of every searched K: only whole rounds count.
+    """Return the number of counted steps in a leg: ``tune.leg_steps``, but at least a round of every searched K.
 
-    Fewer if they compute for longer than ``tune.leg_seconds``; halved, so that another profile rarely changes
-    them.
+    ``tune.leg_steps`` are halved while they compute for longer than ``tune.leg_seconds``: halved, so that
+    another profile rarely changes their number.
     """
     own, tune, steps = Combination.of(experiment.strategy), experiment.tune, experiment.tune.leg_steps
     if tune.leg_seconds is not None:
@@ -51,9 +48,9 @@ def leg_steps_of(experiment: Experiment) -> int:
 
 
 def budget_of(experiment: Experiment) -> tuple[float, str]:
-    """Return the trainer seconds that real runs may take, and the setting of this limit.
+    """Return the limit on the trainer seconds of real runs, and the setting that defines it, as text.
 
-    The limit is infinite if the file sets none.
+    Without such a setting the limit is infinite and the text empty.
     """
     tune, trainers = experiment.tune, experiment.cluster.trainers
     limits = [(math.inf, "")]
@@ -65,7 +62,7 @@ def budget_of(experiment: Experiment) -> tuple[float, str]:
 
 
 def budget_for(experiment: Experiment, held_s: float) -> str | None:
-    """Return a setting with ample room for this many trainer seconds; none if there is no budget."""
+    """Return a budget setting with ample room for ``held_s`` trainer seconds, or None if no budget is set."""
     _, setting = budget_of(experiment)
     if "minutes" in setting:
         return f"tune.budget_minutes = {_AMPLE * held_s / experiment.cluster.trainers / 60:.2g}"
@@ -73,9 +70,9 @@ def budget_for(experiment: Experiment, held_s: float) -> str | None:
 
 
 def seeds_of(experiment: Experiment) -> range:
-    """Return the seeds of the runs to the target of each way of training, the experiment's own first.
+    """Return the seeds with which each way of training runs to the target, the experiment's own seed first.
 
-    A declared loss has no seed.
+    There is only one with emulated compute, whose loss is declared.
     """
     number = 1 if experiment.run.device == "emulated" else experiment.tune.target_seeds or FEWEST_SEEDS
     return range(experiment.run.seed, experiment.run.seed + number)

@@ -6,9 +6,9 @@ fastest arm run in alternating order until the verdict is known. If that arm is 
 nothing, the next one that promises to be faster than the default takes its place. Only the pairs count for
 the verdict, because the runs that chose a winner are biased in its favour.
 
-The chance of a wrong USE is that of one comparison, however many finalists are compared in a tuning and its
-continuations: the first finalist gets ``FIRST_SHARE`` of it, the next one that share of the rest. A finalist
-whose legs fail returns what its looks have not spent.
+The chance of a wrong USE is limited to that of one comparison, for all finalists of a tuning and its
+continuations together: the first finalist gets ``FIRST_SHARE`` of it, each later one the same share of the rest.
+A finalist whose legs fail returns the part that its looks have not spent.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ WIDE = 0.15
 
 
 def decide(evidence: Evidence, setting: Setting) -> Run | Pair | Done:
-    """Return what to run next, or the verdict.
+    """Return the next request, or the verdict.
 
-    Raises the ``LegFailed`` of a default that cannot run, and of a launch that broke in a pair.
+    Raises ``LegFailed`` if the default cannot run, and ``LegLost`` if it fails or a launch breaks in a pair.
     """
     state = State(setting, Ledger(setting.experiment, evidence, setting.step_s))
     found = Finalists(state)
@@ -62,14 +62,14 @@ class Finalists:
     comparison: Comparison | None = None
     judged: Judgement | None = None
     looked: dict[str, Comparison] = field(default_factory=dict)
-    """Comparisons that had a last look, by their digest."""
+    """Comparisons with a last look because the budget ended, by their digest."""
     undecided: bool = False
     """Whether measuring ended before a verdict."""
     open: tuple[str, tuple[Paired, ...], Comparison, Judgement | None] | None = None
-    """First finalist that stayed undecided, while others are compared."""
+    """First finalist that stayed undecided, with its results, while others are compared."""
 
     def measure(self, arm: Arm) -> None:
-        """Make an arm the finalist, and run its pairs until they are judged."""
+        """Make an arm the finalist, and run pairs with the default until they are judged."""
         state = self.state
         self.leave()
         self.finalist, self.pairs, self.judged = arm.name, (), None
@@ -95,7 +95,7 @@ class Finalists:
             self.pairs = self.pairs[: self.judged.pairs]  # more pairs ran than the last look used
 
     def leave(self) -> None:
-        """Record the result of the pairs before another arm becomes the finalist."""
+        """Add a note with the finalist's result, before another arm becomes the finalist."""
         if self.finalist is not None:
             verdict = "no gain" if self.judged is not None and self.judged.verdict == "NO GAIN" else "undecided"
             self.state.notes.append(left_out(self.finalist, self.measured(), verdict))
@@ -113,9 +113,10 @@ class Finalists:
         return math.log(self.judged.step.high / self.judged.step.low) / 2 > math.log1p(WIDE)
 
     def judge(self, *, final: bool = False) -> None:
-        """Judge the pairs; ``final``: a budget has ended.
+        """Judge the pairs so far.
 
-        A proved gain stays proved, with the interval of the last look that proves it.
+        ``final``: whether the budget has ended. A proved gain stays proved, with the interval of the last look
+        that proves it.
         """
         state, comparison, num = self.state, self.comparison, len(self.pairs)
         if self.finalist is None or comparison is None:
@@ -130,7 +131,7 @@ class Finalists:
             self.looked[comparison.among] = self.comparison
 
     def measured(self) -> str:
-        """Describe the result of the pairs."""
+        """Describe the finalist's measured gain."""
         if self.judged is None:
             return f"has {counted(len(self.pairs), 'pair')}, and an interval needs {LEAST_PAIRS}"
         check = self.state.ways.get(self.state.way(self.finalist)) if self.finalist is not None else None
@@ -139,17 +140,17 @@ class Finalists:
         return f"measured {self.judged.speedup}{what} in {self.judged.pairs} pairs"
 
     def keep_open(self, name: str) -> None:
-        """Remember an undecided arm, which is the finalist again if no other is recommended."""
+        """Remember the first undecided arm: it becomes the finalist again if no other arm is recommended."""
         assert self.comparison is not None
         self.open = self.open or (name, self.pairs, self.comparison, self.judged)
 
     def comparisons(self) -> tuple[Comparison, ...]:
-        """Return the comparisons of the evidence, with last looks at finalists' pairs."""
+        """Return the evidence's comparisons, including last looks that this decision took."""
         return tuple(one if one.closed else self.looked.get(one.among, one) for one in self.state.ledger.evidence.comparisons)
 
 
 def _reason(found: Finalists) -> str:
-    """Return why the default is kept, if it is."""
+    """Rank the arms and compare finalists; return a reason to keep the default, or "" if pairs give the reason."""
     state = found.state
     try:
         choose(state)
@@ -166,7 +167,10 @@ def _reason(found: Finalists) -> str:
 
 
 def _compare(found: Finalists) -> str:
-    """Compare finalists with the default until one is, or may be, faster; return why none is."""
+    """Compare arms with the default, one after the other, until one is proved faster.
+
+    Return the reason if none is faster, or "" if one is or may be.
+    """
     state, compared, ruled_out = found.state, list[str](), list[str]()
     finalists = state.experiment.tune.finalists
     while left := ranked(state, compared):
@@ -199,7 +203,7 @@ def _compare(found: Finalists) -> str:
 
 
 def _nothing_found(found: Finalists, ruled_out: list[str]) -> str:
-    """Return why no arm is recommended; some were ``ruled_out``."""
+    """Return why no arm is recommended, with the reasons in ``ruled_out``."""
     state = found.state
     default, target = state.default.target, state.experiment.workload.target_loss
     if default is not None and ruled_out and not any(arm.target is not None and arm.target.reached for arm in state.arms.values()):
@@ -213,9 +217,9 @@ def _nothing_found(found: Finalists, ruled_out: list[str]) -> str:
 
 
 def _rule_out(state: State, name: str, *, is_slow: bool, is_followed: bool) -> None:
-    """Let another way take the arm's place, if virtual trainers know one.
+    """Exclude an arm's way of training if ``is_slow``; rank another strategy in its place if ``is_followed``.
 
-    An arm's own way is excluded if it is slow and differs from the default's.
+    The default's way is never excluded.
     """
     if is_slow and state.way(name) != state.way(DEFAULT):
         state.in_vain.add(state.way(name))
@@ -224,7 +228,7 @@ def _rule_out(state: State, name: str, *, is_slow: bool, is_followed: bool) -> N
 
 
 def _recommendation(found: Finalists, reason: str) -> Recommendation:
-    """Return the verdict with its evidence, without the search."""
+    """Return the recommendation with the evidence of real runs; the caller adds the search."""
     state, judged, undecided = found.state, found.judged, found.undecided
     used = found.finalist if judged is not None and judged.verdict == "USE" else None
     if used is not None:
@@ -252,7 +256,7 @@ def _recommendation(found: Finalists, reason: str) -> Recommendation:
 
 
 def _noise(found: Finalists) -> Noise | None:
-    """Return the spread of equal legs, and how many did not count."""
+    """Return the spread of the default's legs and of the pairs, and the number of void runs."""
     num_void = len(found.state.ledger.void)
     if len(found.pairs) <= LEAST_PAIRS:
         return Noise(num_void=num_void) if num_void else None
@@ -262,7 +266,7 @@ def _noise(found: Finalists) -> Noise | None:
 
 
 def _gains(found: Finalists) -> dict[str, Any]:
-    """Return the recommendation's gains per step and, if the finalist trains differently, to the target."""
+    """Return the gains as fields of the recommendation: per step and, if training differs, to the target."""
     state, judged = found.state, found.judged
     if judged is None:
         return {}

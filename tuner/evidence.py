@@ -1,7 +1,7 @@
-"""Evidence: what a tuning has measured, as plain data in order of time; and its requests for more.
+"""Evidence: the measurements of a tuning, as plain data in order of time, and its requests for more.
 
-An outcome is stored under a digest of the leg, of what it is compared with, and of its repeat. A tuning that
-requests the same again, because it was interrupted or continues another one, finds the outcome here.
+An outcome is stored under a digest of its leg, of what the leg is compared with, and of its side in a pair. A tuning
+that makes the same request again, because it was interrupted or continues another one, finds the outcome here.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ class Run:
     leg: Leg
     """Strategy, steps and window of the leg."""
     among: str = ""
-    """Digest of what the leg is compared with."""
+    """Digest of the ranking, the pairs or the target that the leg is for."""
     side: str = ""
-    """Side of a pair, ``default`` or ``finalist``, whose legs may be equal."""
+    """Side of the leg in a pair, ``default`` or ``finalist``, because both legs may be equal; else empty."""
     tries: int = 1
-    """Largest number of tries if the machine is busy; the quietest one counts."""
+    """Largest number of tries while the machine is busy; the quietest try counts."""
 
     @property
     def ran(self) -> str:
-        """Digest of what is run."""
+        """Digest of the leg, ``among`` and ``side``, under which the outcome is stored."""
         return json_digest([_leg(self.leg), self.among, self.side])[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Config):
-    """Pairs of a finalist and the default, which may end in USE."""
+    """Comparison of a finalist with the default by pairs of legs, which may end in USE."""
 
     among: str
-    """Digest of what is compared, and of the settings by which it is judged."""
+    """Digest of the compared legs and of the settings by which they are judged."""
     error: float
-    """Chance of a wrong USE, over all looks at the pairs."""
+    """Allowed chance of a wrong USE, over all looks at the pairs."""
     limit: int
     """Largest number of pairs."""
     min_gain: float
-    """Least gain that USE needs."""
+    """Gain that USE has to exceed, as a share."""
     ended: tuple[int, ...] = ()
-    """Numbers of pairs after which budgets ended, with a last look."""
+    """Numbers of pairs at which a budget ended and a last look was taken."""
     closed: bool = False
-    """Whether no look follows; ``error`` is then what the looks have spent."""
+    """Whether no more looks follow; ``error`` is then the part that past looks have spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """No more requests."""
+    """End of a decision: no more runs are needed or affordable."""
 
     recommendation: Recommendation
     comparisons: tuple[Comparison, ...]
-    """Comparisons of the evidence, with the last look of a budget that has ended."""
+    """Comparisons of the evidence, including the last look if the budget has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ class Reached(Config):
     """Result of a run to the target."""
 
     updates: float | None = None
-    """Steps of a trainer to the target; none if the run ended before reaching it."""
+    """Number of steps per trainer to the target; None if the run ended before reaching it."""
     noise: float | None = None
-    """Standard deviation of their logarithm; see ``TargetCheck``."""
+    """Standard deviation of the logarithm of ``updates``; see ``TargetCheck.noise``."""
     final_loss: float | None = None
     """Held-out loss after the last step."""
     metric: float | None = None
@@ -100,21 +100,21 @@ class Outcome(Config):
     """Result of a leg: a stored run, or a failure."""
 
     ran: str
-    """Digest of what was run."""
+    """Digest of the request; see ``Run.ran``."""
     timed: str = ""
     """Digest of the leg only, independent of its window."""
     among: str = ""
-    """Digest of what it is compared with."""
+    """Digest of the ranking, the pairs or the target that the leg is for."""
     side: str = ""
-    """Side of a pair: ``default`` or ``finalist``."""
+    """Side of the leg in a pair, ``default`` or ``finalist``; else empty."""
     window: int = 0
-    """Window of injected stragglers."""
+    """Index of the leg's window of injected stragglers."""
     took_s: float = 0.0
     """Seconds that the leg took."""
     startup_s: float = 0.0
-    """Seconds that another launch takes, as known after the leg."""
+    """Expected seconds for another launch, as known after the leg."""
     run: str | None = None
-    """Name of the run's folder."""
+    """Name of the run's folder; None if the leg failed."""
     failure: tuple[str | None, ...] = ()
     """Arguments of the ``LegFailed``; empty if there was none."""
     lost: bool = False
@@ -126,12 +126,12 @@ class Outcome(Config):
     host_s: float = 0.0
     """Seconds of the leg without the start of a launch; 0 if unknown."""
     void: bool = False
-    """Whether its times count in no pair, because other programs used this machine or its testbed was not as
-    declared."""
+    """Whether the leg's times do not count in any pair, because other programs used the machine or the testbed was
+    not as declared."""
     peak_bytes: int | None = None
     """Peak memory of a rank in bytes, if measured."""
     reached: Reached | None = None
-    """Result of a run to the target; none for other legs."""
+    """Result of a run to the target; None for other legs."""
 
     @classmethod
     def of(cls, request: Run, took_s: float, startup_s: float) -> Outcome:
@@ -147,7 +147,7 @@ class Outcome(Config):
         )
 
     def with_run(self, result: RunResult, reached: Reached | None) -> Outcome:
-        """Return the outcome with a stored run; a run to the target has no times."""
+        """Return the outcome with the results of a stored run; a run to the target has no step times."""
         summary, steps = result.summary, result.steps
         assert result.path is not None
         known = replace(self, run=result.path.name, steps=int(steps["step"].max()), peak_bytes=max(result.peak_bytes, default=None))
@@ -157,13 +157,13 @@ class Outcome(Config):
         return replace(known, step_s=step_s_of(result), host_s=result.host_s, void=void)
 
     def with_failure(self, failure: LegFailed) -> Outcome:
-        """Return the outcome with the reason why there is no run."""
+        """Return the outcome with a failure in place of a run."""
         said = tuple(None if one is None else str(one) for one in failure.args)
         return replace(self, failure=said, lost=isinstance(failure, LegLost))
 
     @property
     def ranks(self) -> bool:
-        """Whether it belongs to a round in which strategies are ranked."""
+        """Whether the leg ran to rank strategies, not in a pair or to the target."""
         return self.reached is None and self.window < ROUNDS
 
     def raise_failure(self) -> None:
@@ -190,14 +190,14 @@ class Evidence(Config):
     """Outcomes of the earlier tunings that this one continues; their time does not count against its budget."""
 
     def spent_s(self, trainers: int) -> float:
-        """Return the trainer seconds that count for a budget."""
+        """Return the trainer seconds that count towards the budget."""
         return self.before_s + trainers * sum(outcome.took_s for outcome in self.outcomes)
 
     def taken_up(self, trainers: int) -> Evidence:
         """Return the evidence with which an interrupted tuning continues.
 
-        An outcome that ended it (a launch that broke, or a default's leg in a pair) is tried again. The cost
-        of the interruption counts after the last kept leg, so that earlier decisions are repeated exactly.
+        A leg that ended it (its launch broke, or it was the default's and failed in a pair) is tried again. Time
+        that the interruption cost is added to the last kept leg, so that earlier decisions are repeated exactly.
         """
         ended_it = any(one.lost or (one.failure and one.side == "default") for one in self.outcomes[-1:])
         outcomes = self.outcomes[:-1] if ended_it else self.outcomes
@@ -209,7 +209,7 @@ class Evidence(Config):
         return replace(kept, outcomes=(*others, replace(last, took_s=last.took_s + lost_s / trainers)))
 
     def inherited(self, limit: int, min_gain: float) -> Evidence:
-        """Return the evidence of a tuning that continues this one and judges pairs with these settings.
+        """Return the first evidence of a tuning that continues this one and judges pairs by these settings.
 
         Failed legs, and legs that were void in a ranking, are measured again.
         """
@@ -217,18 +217,18 @@ class Evidence(Config):
         return Evidence(earlier=tuple(sound), comparisons=tuple(self._left(one, limit, min_gain) for one in self.comparisons))
 
     def _left(self, one: Comparison, limit: int, min_gain: float) -> Comparison:
-        """Return a comparison for continuation: closed if legs failed, or if judged differently now."""
+        """Return the comparison for a continuing tuning: closed if its legs failed or its settings changed."""
         goes_on = (one.limit, one.min_gain) == (limit, min_gain) and not self.failed(one.among)
         return one if goes_on or one.closed else replace(one, closed=True, error=self.spent_of(one))
 
     def spent_of(self, one: Comparison) -> float:
-        """Return the error that a comparison's looks have spent."""
+        """Return the chance of a wrong USE that the looks of a comparison have spent."""
         return one.error if one.closed else one.error * gone(self.pairs_of(one.among), one.limit, one.ended)
 
     def with_outcome(self, outcome: Outcome) -> Evidence:
         """Return the evidence with one more outcome.
 
-        An outcome of a broken pair is replaced, but the time it took stays spent.
+        It replaces an outcome of the same request (from a broken pair), but the time of both stays spent.
         """
         spent_s = sum(one.took_s for one in self.outcomes if one.ran == outcome.ran)
         others = tuple(one for one in self.outcomes if one.ran != outcome.ran)
@@ -240,7 +240,7 @@ class Evidence(Config):
         return self if known else replace(self, comparisons=(*self.comparisons, comparison))
 
     def pairs_of(self, among: str) -> int:
-        """Return how many pairs of a comparison count."""
+        """Return the number of pairs of a comparison in which both legs are valid."""
         legs = [one for one in (*self.earlier, *self.outcomes) if one.among == among and not one.failure and not one.void]
         windows = ({one.window for one in legs if one.side == side} for side in ("default", "finalist"))
         return len(set.intersection(*windows))
@@ -261,7 +261,7 @@ def compared_as(experiment: Experiment, *legs: Leg) -> str:
 
 
 def reaching_as(experiment: Experiment) -> str:
-    """Return the digest of the target of a run, and of when it is evaluated."""
+    """Return the digest of the settings of runs to the target: loss, evaluation interval, steps and metric."""
     workload = experiment.workload
     return json_digest(["target", workload.target_loss, workload.eval_every, workload.steps, experiment.tune.metric])[:16]
 
@@ -273,6 +273,6 @@ def timed_by(leg: Leg) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _leg(leg: Leg) -> str:
-    """Return the digest of what a leg depends on: for a run to the target, only how it trains."""
+    """Return the digest of a leg; runs to the target have the same digest if their strategies train alike."""
     strategy = encode(leg.strategy) if not leg.ends_at_target else repr(learns_as(leg.strategy))
     return json_digest([encode(replace(leg, strategy=DistributedStrategy())), strategy])

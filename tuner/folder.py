@@ -1,15 +1,15 @@
 """Folder: state of a tuning from its first leg to its verdict, so that it can be resumed or continued.
 
-It is below ``--out``. Its name is a digest of the command, if any, the Python files beside the script, the
-requested settings, and the place: the machine, versions, and the environment variables that experiments set.
-It holds the tuned experiment (for a script, as found out) with its profile, the evidence, and the runs. With
-the recommendation it gets its final name, and the next tuning starts from scratch.
+The folder is below ``--out``. Its name contains a digest of the command, if any, the Python files beside the
+script, the requested settings, and the place: the machine, versions, and the environment variables that
+experiments set. It holds the tuned experiment, its profile, the evidence, and the runs. With the recommendation
+it gets its final name, and the next tuning starts from scratch.
 
-What another tuning reuses depends on what has changed since. Legs, and the error that looks have spent,
-remain valid if nothing has changed that the processes run. Each is found by its digest, so runs to another
-target, or pairs that are judged differently, are not reused. Changed links do not invalidate legs on real
-machines (launchers ``local`` and ``command``), and invalidate layer times only if compute is emulated or
-delayed by them. Simulations are always repeated.
+A tuning that continues another one reuses legs, and the error that looks have spent, if nothing has changed that
+the processes run. Legs are found by their digest, so runs to another target, or pairs that are judged
+differently, are not reused. Changed links do not invalidate legs on real machines (launchers ``local`` and
+``command``) without emulated compute. Changed layer times invalidate legs only if compute is emulated or delayed
+by injected stragglers. Simulations are always repeated.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _INPUTS, _PROFILE, _EVIDENCE, _EXPERIMENT = "inputs.json", "profile.toml", "evid
 _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 """Environment variables that importing scikit-learn sets in this process."""
 _METHOD = 3
-"""Version of the method of runs to the target, for changes that no commit shows; 3: fitted to a script's
-losses, without warm-up."""
+"""Version of the method of runs to the target, raised for changes that no commit shows. Version 3 fits a line to a
+script's losses, and has no warm-up."""
 _TARGET = ("target_loss", "eval_every", "steps")
 _LINKS = ("cluster.intra.", "cluster.inter.")
 FRESH_S = 3600.0
@@ -53,7 +53,7 @@ FRESH_S = 3600.0
 
 
 class Folder:
-    """States: ``claimed`` (locked) -> ``begun`` (experiment known) -> ``finished``, or ``discarded``."""
+    """Folder of a tuning: ``claimed`` (locked) -> ``begun`` (experiment known) -> ``finished``, or ``discarded``."""
 
     def __init__(self, command: Sequence[str], asked: Experiment, out: Path, earlier: Path | None = None) -> None:
         self.inputs, self._out = inputs_of(command), out
@@ -66,16 +66,16 @@ class Folder:
         return self.path / RUNS
 
     def claim(self) -> None:
-        """Lock the folder for this process. Raises ``ConfigError`` if another process of this host holds it.
+        """Lock the folder for this process, if the folder exists.
 
-        It creates nothing if nothing was stored yet.
+        Raises ``ConfigError`` if another process of this host holds it.
         """
         self._refuse_another()
         if self.path.is_dir():
             write_whole(self.path / OWNER, json.dumps(encode(Place.here())))
 
     def experiment(self) -> Experiment | None:
-        """Return the experiment found earlier; none if there is none, or if its profile is gone."""
+        """Return the stored experiment; None if there is none, or if its profile is missing."""
         try:
             found = Experiment.load(self.path / _EXPERIMENT)
             found.digest()  # reads the profile
@@ -86,9 +86,8 @@ class Folder:
     def begin(self, experiment: Experiment, evidence: Evidence) -> None:
         """Store the tuned experiment and the known evidence.
 
-        An older state is of something else, and is removed.
-
-        Raises ``ConfigError`` if another process of this host has begun since.
+        Older contents of the folder, which could not be resumed, are removed. Raises ``ConfigError`` if another
+        process of this host has claimed the folder since.
         """
         self._refuse_another()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -105,7 +104,7 @@ class Folder:
         write_whole(self.path / _EVIDENCE, sealed_json(encode(evidence)))
 
     def evidence(self) -> Evidence | None:
-        """Return the stored evidence, as far as its runs exist; none if it cannot be read."""
+        """Return the stored evidence up to the first outcome whose run is missing; None if it cannot be read."""
         try:
             found = _evidence_in(self.path)
         except ConfigError:
@@ -114,7 +113,7 @@ class Folder:
         return dataclasses.replace(found, outcomes=tuple(whole))
 
     def finish(self, recommendation: Recommendation, experiment: Experiment, earlier: Earlier | None) -> Path:
-        """Add the recommendation and the earlier tuning's runs, and give the folder its final name."""
+        """Add the recommendation and the earlier tuning's runs, rename the folder, and return its final path."""
         before = [] if earlier is None else [one.run for one in earlier.evidence.inherited(0, 0.0).earlier if one.run is not None]
         for run in before:
             if not (self.runs / run).is_dir() and (earlier_run := earlier.path / RUNS / run).is_dir():  # type: ignore[union-attr]  # it has runs
@@ -146,15 +145,18 @@ class Earlier:
 
     path: Path
     experiment: Experiment
-    """Experiment as it was tuned; it names the profile that it had then."""
+    """Experiment as it was tuned, with the path of the profile that is stored in the folder."""
     inputs: Mapping[str, Any]
     evidence: Evidence
     learnt: Mapping[str, tuple[float, ...]]
-    """Results of virtual trainers; see ``Recommendation``."""
+    """Results of virtual trainers by key; see ``Recommendation.learnt``."""
 
     @classmethod
     def load(cls, path: Path) -> Earlier:
-        """Read the folder of a complete tuning. Raises ``ConfigError`` if it is none."""
+        """Read the folder of a complete tuning.
+
+        Raises ``ConfigError`` if ``path`` is not such a folder.
+        """
         if not all((path / name).is_file() for name in (_INPUTS, _EVIDENCE, "recommendation.json")):
             hint = "name a folder that this version's fleetbench tune has printed as that of its recommendation: runs/NAME-tune-..."
             raise ConfigError("is no folder of a complete tuning", "--from", str(path), hint)
@@ -165,9 +167,9 @@ class Earlier:
         return cls(path, experiment, inputs, _evidence_in(path), Recommendation.load(path).learnt)
 
     def script(self, asked: Experiment, inputs: Mapping[str, Any]) -> Experiment | None:
-        """Return a user's script with its profile under the requested settings.
+        """Return the experiment of a user's script, with its stored profile and the requested settings.
 
-        None if it has to be found out again.
+        None if the script has to be examined again.
         """
         old, has_target = self.experiment, asked.workload.target_loss is not None
         if self.inputs != inputs or old.run.launcher != "command" or (old.workload.target_loss is not None) != has_target:
@@ -182,9 +184,9 @@ class Earlier:
         )
 
     def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> tuple[Evidence, Moved]:
-        """Return the evidence that a tuning of ``experiment`` starts with, and what has changed.
+        """Return the evidence that a tuning of ``experiment`` can reuse, and a note about what has changed.
 
-        ``inputs`` describe where it is measured.
+        ``inputs``: those of the new tuning; see ``inputs_of``.
         """
         before, now = (dict(flat(encode(one))) for one in (self.experiment, experiment))
         moved = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("name", "workload.profile")]
@@ -205,7 +207,7 @@ class Earlier:
         return self.evidence.inherited(experiment.tune.pairs, experiment.tune.min_gain) if holds else Evidence(), note
 
     def _other_times(self, experiment: Experiment) -> list[str]:
-        """Describe that layer times differ."""
+        """Describe the change of layer times, if there is one."""
         both = (self.experiment, experiment)
         old, new = (None if (path := one.workload.profile) is None else file_digest(Path(path)) for one in both)
         if old == new:
@@ -215,7 +217,10 @@ class Earlier:
 
 
 def recent(out: Path, inputs: Mapping[str, Any]) -> Earlier | None:
-    """Return the tuning below ``out`` with the freshest profile, for the same command, files and machine."""
+    """Return the tuning below ``out`` with the newest profile and the same ``inputs``.
+
+    None if no profile of a quiet machine is younger than ``FRESH_S``.
+    """
     since = time.time() - FRESH_S
     profiles = [path for path in out.glob(f"*-tune-*/{_PROFILE}") if path.stat().st_mtime > since]
     for path in sorted(profiles, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -228,10 +233,10 @@ def recent(out: Path, inputs: Mapping[str, Any]) -> Earlier | None:
 
 
 def inputs_of(command: Sequence[str]) -> dict[str, Any]:
-    """Return what measurements depend on besides their experiment: command, files, this code, and place.
+    """Return everything that measurements depend on besides their experiment: command, files, code and place.
 
-    Files are those that the command names, including a module after ``-m``, and Python files beside them; no
-    data.
+    The files are those that the command names, including a module after ``-m``, and the Python files beside
+    a named Python file.
     """
     modules = [f"{word.replace('.', '/')}.py" for option, word in pairwise(command) if option == "-m"]
     named = [Path(word) for word in (*command, *modules) if Path(word).is_file()]

@@ -1,6 +1,6 @@
-"""Jobs: what is tuned, with its profile and the processes that run its legs.
+"""Jobs: an experiment to tune, with its profile and the processes that run its legs.
 
-This is either an experiment's own trainers or a user's script.
+The processes are either the experiment's own trainers or those of a user's script.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from tuner.verify import Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The experiment to tune, once it is known."""
+    """An experiment to tune, and the processes that run its legs."""
 
     experiment: Experiment
     """Experiment with its profile."""
     runner: Runner
-    """Runner of its legs."""
+    """Runner of the experiment's legs."""
     held_s: Callable[[], float] | None = None
-    """Function that returns the trainer seconds so far, if trainers are also held between legs."""
+    """Function that returns the trainer seconds so far; None if trainers are not held between legs."""
     notes: Callable[[], list[Note]] = list
     """Function that returns notes for readers of the verdict."""
 
 
 @contextmanager
 def own_trainers(asked: Experiment, folder: Folder, out: Path, runner: Runner | None, progress: Progress | None) -> Iterator[Job]:
-    """Yield the trainers of a registry experiment, which start with the first leg.
+    """Yield the job of an experiment's own trainers, which start with the first leg.
 
-    ``runner`` replaces them.
+    ``runner``, if given, runs the legs instead.
     """
     experiment = folder.experiment() or asked
     if experiment.workload.model != LAYERS:
@@ -65,21 +65,21 @@ class Script:
     """A user's script."""
 
     command: tuple[str, ...]
-    """Command that starts it."""
+    """Command that starts the script, as words."""
     workdir: Path | None = None
-    """Folder in which it starts; none: this process's folder."""
+    """Folder in which the command starts. None: this process's folder."""
     seconds: float = 5.0
-    """Seconds that one leg of its profile may take."""
+    """Seconds that one leg of the script's profile may take."""
 
 
 @contextmanager
 def script_of(
     script: Script, asked: Experiment, folder: Folder, out: Path, earlier: Earlier | None, progress: Progress | None
 ) -> Iterator[Job]:
-    """Yield a user's script. It is examined and profiled unless an earlier tuning has its profile.
+    """Yield the job of a user's script, which is examined and profiled unless an earlier tuning has done so.
 
-    That tuning may be an interrupted, a named or a recent one. Raises ``ConfigError`` if there is a target
-    but the script reports no loss.
+    That tuning is the interrupted one in ``folder``, ``earlier``, or a recent one below ``out``. Raises
+    ``ConfigError`` if there is a target but the script reports no loss.
     """
     kept = folder.experiment()
     before = earlier or recent(out, folder.inputs)
@@ -102,12 +102,12 @@ def script_of(
 
 
 def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    """Return the progress of one stage; ``{}`` in its name stands for the total."""
+    """Return the progress callback of one stage; ``{}`` in its name stands for the total."""
     return None if progress is None else lambda done, total: progress(name.format(total), done, total)
 
 
 def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
-    """Raise ``ConfigError`` if the profile's next leg, of this many seconds, may exceed the budget."""
+    """Raise ``ConfigError`` if the next leg of the profile, which may take ``seconds``, may exceed the budget."""
     (budget_s, setting), trainers = budget_of(session.experiment), session.experiment.cluster.trainers
     if session.held_s + trainers * seconds > budget_s:
         gone = f"{budget_s / SECONDS_PER_HOUR:.3g} trainer hours, of which {session.held_s / SECONDS_PER_HOUR:.3g} are gone"
@@ -115,7 +115,7 @@ def refuse_beyond_budget(session: ScriptSession, seconds: float) -> None:
 
 
 def _profiled(session: ScriptSession, out: Path, seconds: float, progress: Progress | None) -> Experiment:
-    """Return the session's experiment with the file of its profile, named by its content."""
+    """Measure the script's profile, store it in a file, and return the experiment with the file's path."""
 
     def told(done: int, total: int) -> None:
         if progress is not None:

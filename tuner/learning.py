@@ -1,4 +1,4 @@
-"""Learning: steps to the target by virtual trainers, and the learning rate that needs the fewest.
+"""Learning: numbers of steps to the target by virtual trainers, and the learning rates with the fewest steps.
 
 Virtual trainers train a registry workload like real ones, from the parameters and on the data of a seed. The
 experiment's study stores their results, so that a resumed tuning has the same finalists.
@@ -27,13 +27,13 @@ from tuner.study import open_study
 Progress = Callable[[int, int], None]
 Way = tuple[object, ...]
 Reached = tuple[float, ...]
-"""Result of a training: the fields of its ``Arrival``; or, if it did not arrive, the number of steps after which it
-was cut short; empty if it made all steps."""
+"""Result of a training run: the fields of its ``Arrival``. If it did not arrive: the number of steps after which it was
+cut short, or an empty tuple if it made all steps."""
 _LEARNT = "trainings to the target"
-"""Name of the study attribute that stores the result of each training, by its key."""
+"""Name of the study attribute that stores the result of each training run, by its key."""
 _OVER = "no time is left for trainings to the target"
-"""Start of the name of the study attribute that is true if a stage's time ran out. A resumed tuning then trains no more
-in that stage, so that it has the same finalists."""
+"""Prefix of the study attribute that is true if a stage's time ran out. A resumed tuning then trains no more in that
+stage, so that it has the same finalists."""
 _FLAT = ("use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant")
 
 
@@ -41,23 +41,23 @@ class Arrival(NamedTuple):
     """A training run that reaches its target."""
 
     steps: float
-    """Number of a trainer's steps."""
+    """Number of steps per trainer to the target."""
     k: float = 1.0
-    """Mean number of steps per round until then."""
+    """Mean number of steps per round until the target is reached."""
 
 
 Learn = Callable[[Experiment, float], Arrival | None]
-"""Function of virtual trainers: how an experiment reaches its target within a number of seconds.
+"""Function that trains an experiment with virtual trainers, for at most a number of seconds.
 
-It returns none if it does not reach it, and raises ``TimeoutError`` if it takes longer.
+It returns the arrival at the target, or None, and raises ``TimeoutError`` if the time is over.
 """
 
 
 def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 0) -> Arrival | None:
-    """Return how an experiment reaches the target; see ``Learn``.
+    """Train an experiment with virtual trainers and return its arrival at the target; see ``Learn``.
 
-    Raises ``ConfigError`` for what virtual trainers do not execute. ``at_least``: the run also fails if its
-    last evaluations after this many steps are above the target, as at a too high learning rate.
+    The run makes ``at_least`` steps, and does not arrive if its last evaluations are then above the target, as
+    at a too high learning rate. Raises ``ConfigError`` for what virtual trainers do not execute.
     """
     from sim.learning.virtual_training import train  # torch, which a search without a target does not need
 
@@ -77,43 +77,43 @@ def by_virtual_trainers(experiment: Experiment, limit_s: float, at_least: int = 
 
 
 def and_stays(learn: Learn, steps: int) -> Learn:
-    """Return virtual trainers that also require being at the target after ``steps``.
+    """Return ``learn`` with a further condition for arriving: the loss is at the target after ``steps``, too.
 
-    A ``learn`` of another kind is returned unchanged.
+    A ``learn`` other than ``by_virtual_trainers`` is returned unchanged.
     """
     return partial(by_virtual_trainers, at_least=steps) if learn is by_virtual_trainers else learn
 
 
 @dataclass(slots=True)
 class Trainings:
-    """Training runs with one seed, until the process has computed for ``end`` seconds; see ``trainings``."""
+    """Training runs with one seed, until the process has used ``end`` seconds of CPU time; see ``trainings``."""
 
     seeded: Experiment
-    """Experiment with this seed."""
+    """Experiment with the seed of these runs."""
     learn: Learn
     """Function that trains."""
     end: float
-    """Limit of the process's compute time, in seconds."""
+    """Limit on the process's CPU time (``time.process_time``), in seconds."""
     kept: dict[str, Reached]
-    """Results by key."""
+    """Known results of training runs, by key."""
     tell: Progress
     """Progress callback."""
     strategies: dict[Way, DistributedStrategy] = field(default_factory=dict)
-    """First strategy of each way that should be trained."""
+    """First requested strategy of each way of training."""
     arrivals: dict[Way, Arrival | None] = field(default_factory=dict)
-    """Arrival of each trained way; none if it does not arrive. Ways that are refused, or for which there was
+    """Arrival of each trained way; None if it does not arrive. Ways that are refused, or for which there was
     no time, are missing."""
     ends: dict[Way, int] = field(default_factory=dict)
-    """Steps after which each way that did not arrive ended."""
+    """Number of steps after which the run of each way ends if it has not arrived."""
     refused: dict[Way, Note] = field(default_factory=dict)
-    """Note about each refused way."""
+    """Note about each way that virtual trainers cannot execute."""
     whose: str = ""
-    """Part of the keys that identifies ``learn``."""
+    """End of the keys in ``kept``, which identifies ``learn``."""
 
     def steps(self, strategy: DistributedStrategy, most: float = math.inf) -> float | None:
-        """Return the steps to the target; none if it does not arrive, or is not known to.
+        """Return the number of steps to the target; None if the strategy does not arrive or was not trained.
 
-        The training may end after ``most`` steps.
+        The run may end after ``most`` steps.
         """
         self.strategies.setdefault(way := way_of(strategy), strategy)
         if way not in self.arrivals:
@@ -124,11 +124,11 @@ class Trainings:
         return arrival and arrival.steps
 
     def climb(self, strategy: DistributedStrategy, rates: Sequence[float]) -> list[DistributedStrategy]:
-        """Return the strategy at other values of ``lr_scale`` with which it arrives.
+        """Return the strategy at each of the tried values of ``lr_scale``, besides its own, at which it arrives.
 
-        Values are tried increasingly far from its own as long as each needs fewer steps than the one before:
-        first larger ones, and if that does not help, smaller ones. While nothing has arrived, the next one is
-        tried in any case.
+        ``rates`` are tried increasingly far from its own, as long as each needs fewer steps than the one before:
+        first larger ones, then, if those do not help, smaller ones. Until a run arrives, the next rate is tried
+        in any case.
         """
         first = least = self.steps(strategy)
         own, found, wanted = strategy.lr_scale, list[DistributedStrategy](), sorted(set(rates))
@@ -144,9 +144,9 @@ class Trainings:
         return found
 
     def _reached(self, way: Way, strategy: DistributedStrategy, most: float) -> Reached | None:
-        """Return a training's result, known or new; None if it is refused or no time is left.
+        """Return the result of a training run, known or new; None if it is refused or no time is left.
 
-        It trains on the experiment's wire, and without a hierarchy, which only changes the order of sums.
+        The run has the experiment's wire type, and no hierarchy, which would only change the order of sums.
         """
         base, workload = self.seeded.strategy, self.seeded.workload
         served = strategy.mode == "ps"  # with servers, shorter training is not the beginning of longer training
@@ -184,9 +184,9 @@ def trainings(
     stage: str,
     progress: Progress | None = None,
 ) -> Iterator[Trainings]:
-    """Yield training runs for ``limit_s`` seconds of compute; results in ``known``, by key, are not repeated.
+    """Yield training runs that may take ``limit_s`` seconds of CPU time together.
 
-    Each ``stage`` of a tuning has its own.
+    Runs with a result in ``known``, by key, are not repeated. Each ``stage`` of a tuning has its own limit.
     """
     with open_study(experiment, out) as study:
         end = 0.0 if study.user_attrs.get(over := f"{_OVER}: {stage}") else time.process_time() + limit_s

@@ -1,7 +1,7 @@
-"""Ledger: evidence as a decision reads it from the start: each leg is either there, or the next to run.
+"""Ledger: the evidence as a decision reads it, from the start: a leg either has an outcome, or is the next to run.
 
-The budget is kept here. A leg's seconds are spent when the decision reads it, so repeating a decision from
-the same evidence gives the same result. A leg during which the machine was busy is requested again.
+The ledger also keeps the budget. A leg's seconds count as spent when the decision reads its outcome, so repeating
+a decision with the same evidence gives the same result.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tuner.recommendation import Pair as Paired
 from tuner.sequential import ERROR, LEAST_PAIRS
 
 FIRST_SHARE = 0.85
-"""Share of the remaining error that a finalist gets."""
+"""Share of the remaining chance of a wrong USE that each new finalist gets."""
 _LONGER = 1.5
-"""Factor on the longest run to the target so far, as the expected limit of the next one."""
+"""Factor from the steps of the longest run to the target so far to the expected steps of the next run."""
 
 
-class Wanted(Exception):  # noqa: N818  # a question to the caller, and no error
-    """Raised if the evidence lacks the answer to ``request``: a question to the caller, not an error."""
+class Wanted(Exception):  # noqa: N818  # a question to the caller, not an error
+    """Raised if the evidence has no outcome for ``request``: a question to the caller, not an error."""
 
     def __init__(self, request: Run | Pair) -> None:
         super().__init__(request)
@@ -37,22 +37,22 @@ class Wanted(Exception):  # noqa: N818  # a question to the caller, and no error
 
 @dataclass(slots=True)
 class Ledger:
-    """Results read from the evidence, and the rest of the budget."""
+    """Results read from the evidence so far, and the budget spent on them."""
 
     experiment: Experiment
     evidence: Evidence
     step_s: float
-    """Expected seconds per step, until a leg has measured them."""
+    """Expected seconds per step, then those of the last leg that was read."""
     spent_s: float = field(init=False)
-    """Trainer seconds spent."""
+    """Trainer seconds spent so far."""
     startup_s: float = field(init=False)
-    """Seconds that a launch takes."""
+    """Expected seconds per launch."""
     trained_steps: int = 0
     """Number of steps in the longest run to the target so far, which bounds the next one."""
     runs: dict[str, list[str]] = field(default_factory=dict)
     """Names of stored runs, by arm."""
     void: set[str] = field(default_factory=set)
-    """Names of those runs that are void."""
+    """Names of the stored runs that are void."""
     _outcomes: tuple[Outcome, ...] = field(init=False)
     """Outcomes in order of time, an earlier tuning's first."""
     _places: dict[str, int] = field(init=False)
@@ -64,13 +64,13 @@ class Ledger:
         self._places = {outcome.ran: place for place, outcome in enumerate(self._outcomes)}
 
     def leg(self, strategy: DistributedStrategy, window: int = 0) -> Leg:
-        """Return a leg that prices a step."""
+        """Return a leg that measures the strategy's seconds per step."""
         return Leg(strategy=strategy, steps=leg_steps_of(self.experiment), warmup_steps=self.experiment.run.warmup_steps, window=window)
 
     def run(self, request: Run) -> Outcome:
-        """Return a leg's outcome.
+        """Return the outcome of the requested leg.
 
-        Raises ``Wanted``, ``BudgetSpent``, and the ``LegFailed`` that it ended with.
+        Raises ``Wanted`` or ``BudgetSpent`` if it is not known, and ``LegFailed`` if the leg failed.
         """
         outcome = self._answer(request)
         assert outcome.run is not None
@@ -80,14 +80,14 @@ class Ledger:
         return outcome
 
     def seeds_before(self, arm: Arm, seeds: Sequence[int]) -> int:
-        """Return for how many seeds an earlier tuning has run an arm's way of training to the target."""
+        """Return the number of seeds with which an earlier tuning ran the arm's way of training to the target."""
         places = (self._places.get(self.to_target(arm, seed).ran) for seed in seeds)
         return sum(place is not None and place < len(self.evidence.earlier) for place in places)
 
     def recall(self, arm: Arm, default: Arm) -> tuple[list[Outcome], list[Outcome]] | None:
-        """Return an earlier tuning's legs that ranked the arm, and the default's next to them.
+        """Return the legs by which an earlier tuning ranked the arm, and the default's legs of that ranking.
 
-        None if there are none.
+        None if the arm was not ranked.
         """
         own, base = (timed_by(self.leg(one.timed)) for one in (arm, default))
         rounds: dict[str, dict[str, dict[int, Outcome]]] = {}
@@ -101,12 +101,10 @@ class Ledger:
         return None
 
     def pairs(self, finalist: Arm, default: Arm, comparison: Comparison) -> Iterator[Paired]:
-        """Yield pairs of the default and a finalist, at most ``tune.pairs``: A B, B A, A B, ....
-
-        Raises as ``run``.
+        """Yield at most ``tune.pairs`` pairs of the default and a finalist, in the order A B, B A, A B, ....
 
         Each pair has its own window of injected stragglers, which its legs share. A pair with a void leg is
-        left out.
+        left out. Raises as ``run``, and ``LegLost`` if the default's leg failed.
         """
         default_first, count, limit = True, 0, self.experiment.tune.pairs
         void_before = {one.window for one in self.evidence.earlier if one.among == comparison.among and one.void}
@@ -124,9 +122,9 @@ class Ledger:
                 default_first, count = not is_first, count + 1
 
     def _in_pair(self, request: Run) -> Outcome:
-        """Return an outcome as ``run``.
+        """Return the outcome of a leg of a pair, as ``run``.
 
-        If the default's leg fails, the finalist is not to blame: it ran before.
+        Raises ``LegLost`` if the default's leg failed: it has run before, so the machine is to blame.
         """
         try:
             return self.run(request)
@@ -136,7 +134,7 @@ class Ledger:
             raise
 
     def comparison(self, finalist: Arm, default: Arm) -> Comparison:
-        """Return the comparison of a finalist, with its earlier error, or its share of what is left."""
+        """Return the open comparison of a finalist, or a new one with a share of the remaining error."""
         tune = self.experiment.tune
         among = compared_as(self.experiment, *map(self.leg, (finalist.strategy, finalist.timed, default.timed)))
         known = (one for one in self.evidence.comparisons if one.among == among and not one.closed)
@@ -144,17 +142,17 @@ class Ledger:
         return next(known, new)
 
     def error_left(self) -> float:
-        """Return the chance of a wrong USE that is left for future finalists."""
+        """Return the allowed chance of a wrong USE that is left for further finalists."""
         evidence = self.evidence
         taken = (evidence.spent_of(one) if evidence.failed(one.among) else one.error for one in evidence.comparisons)
         return max(0.0, ERROR - sum(taken))
 
     def affords(self, number: int, *, num_targets: int = 0) -> bool:
-        """Whether the budget allows this many legs, and runs to the target if there is one."""
+        """Whether the budget has room for ``number`` legs and, with a target, ``num_targets`` runs to it."""
         return self.spent_s + self.expected_s(number, num_targets=num_targets) <= budget_of(self.experiment)[0]
 
     def refuse_small_budget(self, num_others: int) -> None:
-        """Raise ``BudgetSpent`` if, after the first leg, the budget is too small for other arms and pairs."""
+        """Raise ``BudgetSpent`` if the first leg shows that the budget is too small for the other arms and pairs."""
         num_arms, is_first = 1 + num_others, sum(map(len, self.runs.values())) == 1
         if not num_others or not is_first or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
             return
@@ -168,9 +166,9 @@ class Ledger:
         )
 
     def expected_s(self, number: int, *, num_targets: int) -> float:
-        """Return the trainer seconds that these legs and runs to the target take.
+        """Return the expected trainer seconds of ``number`` legs and ``num_targets`` runs to the target.
 
-        One run may exceed all so far.
+        One run may take longer than all so far.
         """
         workload = self.experiment.workload
         steps = number * (leg_steps_of(self.experiment) + self.experiment.run.warmup_steps)
@@ -181,8 +179,8 @@ class Ledger:
     def to_target(self, arm: Arm, seed: int) -> Run:
         """Return the request for an arm's run to the target with a seed.
 
-        A script's run has no warm-up, in which local steps would not have begun: it trains like an ordinary
-        launch.
+        A script's run has no warm-up, because local steps begin only after it; so the run trains like an
+        ordinary launch.
         """
         run = self.experiment.run
         leg = Leg(
@@ -212,15 +210,15 @@ class Ledger:
         return outcome
 
     def _is_whole(self, runs: list[Run]) -> bool:
-        """Whether both legs of a pair are known, or one that failed."""
+        """Whether the outcomes of both legs of a pair are known, or the outcome of one that failed."""
         places = [self._places.get(one.ran) for one in runs]
         return None not in places or any(place is not None and self._outcomes[place].failure for place in places)
 
     def _want(self, runs: Sequence[Run], comparison: Comparison | None = None) -> NoReturn:
-        """Request what is missing if the budget allows it; legs that nothing requested count as spent.
+        """Raise ``Wanted`` for the missing runs, or ``BudgetSpent`` if the budget has no room for them.
 
-        A leg may be repeated within the budget if the machine is busy, except runs to the target, which have
-        no times.
+        Outcomes that were not read count as spent, too. In case the machine is busy, a request has up to
+        ``TRIES`` tries within the budget, except runs to the target, which have no times.
         """
         unread = (outcome.took_s for outcome in self.evidence.outcomes if outcome.ran not in self._read)
         self.spent_s += self.experiment.cluster.trainers * sum(unread)
@@ -236,7 +234,7 @@ class Ledger:
         return self.spent_s + self._ahead_s(times * (steps + leg.warmup_steps), starts=1) <= budget_of(self.experiment)[0]
 
     def _expected_steps(self, steps: int) -> int:
-        """Return the expected steps of a run to the target."""
+        """Return the expected number of steps in a run to the target, at most ``steps``."""
         return min(steps, round(_LONGER * self.trained_steps)) if self.trained_steps else steps
 
     def _ahead_s(self, steps: int, starts: int) -> float:

@@ -1,6 +1,6 @@
-"""Notes next to an answer, as values. ``str`` gives a note's sentence.
+"""Notes: remarks about an answer, as values.
 
-``kind`` is its heading in the report.
+``str`` returns a note's sentence; ``kind`` is its heading in the report.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class LeftOut(Config):
 
     kind: ClassVar[str] = "left out"
     what: str
-    """Setting with its value, strategy, or runs."""
+    """Subject of the sentence: a setting with its value, a strategy, or runs."""
     how: str
-    """Verb, such as ``is not searched``."""
+    """Predicate of the sentence, such as ``is not searched``."""
     reason: str
     """Reason, as a clause."""
 
@@ -29,7 +29,7 @@ class LeftOut(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt(Config):
-    """Steps to the target by virtual trainers."""
+    """Numbers of steps to the target, by virtual trainers."""
 
     kind: ClassVar[str] = "virtual trainers"
     target_loss: float
@@ -37,7 +37,7 @@ class Learnt(Config):
     seeds: str
     """Text that names the seeds and explains the figures in ``ways``."""
     ways: tuple[str, ...]
-    """Each way of training with its steps."""
+    """Texts that name each way of training and its number of steps."""
 
     def __str__(self) -> str:
         return f"steps to loss {self.target_loss:g}, by virtual trainers of {self.seeds}: {'; '.join(self.ways)}"
@@ -45,7 +45,7 @@ class Learnt(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratios(Config):
-    """Ratios by strategy, or family of strategies."""
+    """Ratios by strategy, or by family of strategies."""
 
     kind: ClassVar[str] = "ratios"
     what: str
@@ -59,17 +59,17 @@ class Ratios(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise(Config):
-    """Spread of equal legs, as standard deviations of logarithms."""
+    """Spread of repeated legs and of pairs, as standard deviations of logarithms."""
 
     kind: ClassVar[str] = "noise"
     default: float | None = None
-    """Standard deviation of the default's legs in the pairs; none if there are too few."""
+    """Standard deviation of the default's legs in the pairs; None if there are too few pairs."""
     pairs: float = 0.0
     """Standard deviation of the pairs' ratios."""
     widening: float = 1.0
     """Factor by which correlation between successive pairs widens the interval."""
     num_void: int = 0
-    """Number of runs that did not count, because other programs ran during all of their repeats."""
+    """Number of void runs: those during which other programs used the machine, or the testbed was not as declared."""
 
     def __str__(self) -> str:
         said = [f"{counted(self.num_void, 'run')} beside other programs did not count"] if self.num_void else []
@@ -96,7 +96,7 @@ class Moved(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Config):
-    """Seconds that a tuning took, and when they pay off."""
+    """Time that a tuning took, and the number of steps after which it pays off."""
 
     kind: ClassVar[str] = "cost"
     took_s: float
@@ -104,9 +104,9 @@ class Cost(Config):
     replayed: int = 0
     """Number of legs that had run before an interruption."""
     held_hours: float | None = None
-    """Trainer hours for which it held a script's trainers."""
+    """Trainer hours for which the tuning held a script's trainers; None without a script."""
     pays_after: int | None = None
-    """Number of steps with the recommendation that save as much time as the tuning took."""
+    """Number of steps with the recommended strategy that save as much time as the tuning took; None if not known."""
 
     def __str__(self) -> str:
         said = [f"the tuning took {self.took_s:.3g} s"]
@@ -121,7 +121,7 @@ class Cost(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark(Config):
-    """A condition of profile, processes or simulation, in its own words."""
+    """A free text about a condition of the profile, the processes or the simulation."""
 
     kind: ClassVar[str] = "conditions"
     text: str
@@ -145,10 +145,10 @@ class Annotated(Config):
         return tuple(map(str, self.told))
 
     def plain(self) -> dict[str, Any]:
-        """Return JSON data: the notes as values in ``told``, and their sentences in ``notes``."""
+        """Return the answer as JSON data, with its notes as values in ``told`` and as sentences in ``notes``."""
         return {**encode(self), "notes": [*self.notes]}
 
 
 def left_out(what: str, how: str, reason: str | ConfigError) -> LeftOut:
-    """Return a ``LeftOut``; an error gives its location and text."""
+    """Return a ``LeftOut``; if ``reason`` is an error, its location and text are the reason."""
     return LeftOut(what=what, how=how, reason=reason if isinstance(reason, str) else f"{reason.where}: {reason.what}")

@@ -1,7 +1,7 @@
-"""PyTorch: a recommendation as settings of PyTorch itself, and of what wraps it: ``recommended.md``.
+"""PyTorch: translates a strategy into settings of PyTorch and of libraries that wrap it (``recommended.md``).
 
-What DistributedDataParallel or ``fully_shard`` has an argument or a hook for needs no fleetbench afterwards. All else is applied
-by ``fleetbench launch --strategy`` to the script as it is, or by the four lines.
+A setting for which DistributedDataParallel or ``fully_shard`` has an argument or a hook needs no fleetbench.
+``fleetbench launch --strategy`` applies the others to an unchanged script; four lines in the script do the same.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OF_PYTORCH = re.compile(
 _CALLS: dict[Library, str] = {
     "Accelerate": "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs({})])",
     "Lightning": "Trainer(..., strategy=DDPStrategy({}))",
-    "fleet": "DistributedStrategy(..., {})",  # of the searched ones broadcast_buffers alone, which has the same name
+    "fleet": "DistributedStrategy(..., {})",  # the only searched argument is broadcast_buffers, which has the same name
 }
-"""How a library is given arguments of DistributedDataParallel."""
+"""Call that passes arguments of DistributedDataParallel, in place of ``{}``, to each library."""
 _HOOKS: dict[Library, str] = {
     "Accelerate": "comm_hook=DDPCommunicationHookType.{1}",
     "Lightning": "ddp_comm_hook=default_hooks.{0}_compress_hook",
@@ -42,12 +42,13 @@ _SHARDING: dict[Library, str] = {
     "Trainer": 'TrainingArguments(..., fsdp_config={{..., "fsdp_version": 2, "reshard_after_forward": {}}})',
     "Accelerate": "FullyShardedDataParallelPlugin(..., fsdp_version=2, reshard_after_forward={})",
 }
-"""How a library is given what ``fully_shard`` does after a forward; a module of Lightning's calls it in ``configure_model`` itself."""
+"""Call that passes ``reshard_after_forward`` of ``fully_shard`` to each library. With Lightning, the user's module
+calls ``fully_shard`` itself, in ``configure_model``."""
 _SETTINGS = {
     "thread_num": "threads",
     "sharding_configs.sharding_degree": "degree",
 }
-"""Attributes of ``Settings`` that have the values of fields."""
+"""Attribute of ``Settings`` that takes the value of a strategy's field, by the field's name."""
 _WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
 
 
@@ -58,29 +59,29 @@ UNSHARDED = (
     "build_strategy.enable_sequential_execution",
     *(field for called in ("fusion", "hierarchy", "communicators", "local steps") for field in CALLED[called]),
 )
-"""Fields of a strategy that have no place beside sharding, and sharding itself."""
+"""Names of the strategy fields that sharded training does not use, and of ``sharding`` itself."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """What of a strategy PyTorch has."""
+    """A strategy's changes as settings of PyTorch; None or empty: no change."""
 
     arguments: dict[str, object] = field(default_factory=dict)
-    """Of DistributedDataParallel."""
+    """Arguments of DistributedDataParallel, by name."""
     wire: str | None = None
-    """``fp16`` or ``bf16``: its compression hook."""
+    """Data type of DistributedDataParallel's compression hook: ``fp16`` or ``bf16``."""
     threads: int | None = None
     accumulate: int | None = None
-    """Backwards an update."""
+    """Number of backward passes per update."""
     lr_scale: float | None = None
     reshards: bool | int | None = None
-    """The argument of ``fully_shard`` for blocks."""
+    """Value of ``reshard_after_forward`` in calls of ``fully_shard`` on blocks."""
     degree: int | None = None
-    """Ranks of a shard group of ``fully_shard``, and of its mesh's last dimension."""
+    """Number of ranks per shard group of ``fully_shard``, which is the size of its mesh's last dimension."""
     policy: str = ""
-    """Arguments of its ``MixedPrecisionPolicy``."""
+    """Arguments of the ``MixedPrecisionPolicy`` for ``fully_shard``, as written in a call."""
     others: dict[str, object] = field(default_factory=dict)
-    """Fields that PyTorch has no setting for."""
+    """Values of the changed fields for which PyTorch has no setting, by the field's name."""
 
     @property
     def spelled(self) -> list[str]:
@@ -89,12 +90,15 @@ class Settings:
 
     @property
     def shards(self) -> bool:
-        """Whether ``fully_shard`` is given anything."""
+        """Whether any setting of ``fully_shard`` changes."""
         return self.reshards is not None or self.degree is not None or bool(self.policy)
 
 
 def bucket_sizes_mb(experiment: Experiment, strategy: DistributedStrategy) -> tuple[float, ...]:
-    """Sizes in MiB of the strategy's buckets, in their order; none where they are not all dense and of one type."""
+    """Return the sizes of the strategy's buckets in MiB, in order.
+
+    Empty with parameter servers, sparse buckets, or buckets of several data types.
+    """
     table = table_for(experiment.replace(strategy=strategy))
     buckets = build_plan(strategy, table.by_readiness(), setting_of(experiment, table)).buckets
     if strategy.mode != "collective" or len({bucket.dtype for bucket in buckets}) != 1 or any(bucket.sparse for bucket in buckets):
@@ -103,7 +107,10 @@ def bucket_sizes_mb(experiment: Experiment, strategy: DistributedStrategy) -> tu
 
 
 def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buckets_mb: Sequence[float] = ()) -> Settings:
-    """What a strategy changes beside the default. ``buckets_mb``: sizes of its buckets, where DistributedDataParallel can have these."""
+    """Return the changes from ``default`` to ``strategy`` as settings of PyTorch.
+
+    ``buckets_mb``: sizes of the strategy's buckets, if DistributedDataParallel can use them.
+    """
     found, (own, base) = Settings(), (dict(flat(encode(one))) for one in (strategy, default))
     told = _shard(found, strategy, default) if strategy.sharding else ()
     capped = strategy.fuse_all_reduce_ops and (strategy.fusion == "ddp" or (strategy.fusion == "fleet" and strategy.fuse_grad_count <= 1))
@@ -129,7 +136,7 @@ def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buck
 
 
 def _shard(found: Settings, strategy: DistributedStrategy, default: DistributedStrategy) -> tuple[str, ...]:
-    """Fill in what ``fully_shard`` is given; returns how the names of the fields begin that this says."""
+    """Set the settings of ``fully_shard`` in ``found``; return the prefixes of the fields that they express."""
     is_new, again = not default.sharding, _reshards(strategy)
     if (policy := _policy(strategy)) != _policy(default) or is_new:
         found.policy = ", ".join(f"{name}=torch.{dtype}" for name, dtype in policy.items())
@@ -142,21 +149,27 @@ def _shard(found: Settings, strategy: DistributedStrategy, default: DistributedS
 
 
 def _reshards(strategy: DistributedStrategy) -> bool | int:
-    """What ``fully_shard`` is given for blocks: stages 1 and 2 do as blocks that stay gathered."""
+    """Return ``reshard_after_forward`` for blocks: False for stages 1 and 2, in which parameters stay gathered."""
     configs = strategy.sharding_configs
     return configs.stage == 3 and configs.reshard_after_forward
 
 
 def _policy(strategy: DistributedStrategy) -> dict[str, str]:
-    """Arguments of ``MixedPrecisionPolicy``; where nothing is said of gradients they would be reduced in the type of parameters."""
+    """Return the arguments of ``MixedPrecisionPolicy``, by name.
+
+    Without ``reduce_dtype``, PyTorch would reduce gradients in ``param_dtype``.
+    """
     short = strategy.sharding_configs.param_dtype
     wire = "float16" if strategy.fp16_allreduce else "bfloat16" if strategy.bf16_allreduce else "" if short == "own" else "float32"
     return {name: dtype for name, dtype in (("param_dtype", short.replace("own", "")), ("reduce_dtype", wire)) if dtype}
 
 
 def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: str, buckets_mb: Sequence[float] = ()) -> str:
-    """``recommended.md``: how to use a strategy, in PyTorch's own words where it has them; ``buckets_mb``: see ``in_pytorch``."""
-    import jinja2  # which an answer without this page does not need
+    """Return the text of ``recommended.md``: how to use a strategy, with settings of PyTorch where it has them.
+
+    ``buckets_mb``: see ``in_pytorch``.
+    """
+    import jinja2  # imported here because only this page needs it
 
     plain = in_pytorch(strategy, default, buckets_mb)
     environment = jinja2.Environment(  # noqa: S701  # Markdown, not HTML
@@ -168,7 +181,7 @@ def page_of(strategy: DistributedStrategy, default: DistributedStrategy, line: s
 
 
 def in_words_of(library: Library, text: str) -> str:
-    """What PyTorch is given in a text, as the library that calls PyTorch is given it."""
+    """Return a text in which calls of PyTorch are replaced by those of the library that wraps PyTorch."""
 
     def called(call: re.Match[str]) -> str:
         name, given, wire = call.groups()
@@ -187,7 +200,7 @@ def in_words_of(library: Library, text: str) -> str:
 
 
 def _libraries(plain: Settings) -> dict[str, str]:
-    """What a library that wraps the model is given, by its name."""
+    """Return the call that makes the settings in each library that wraps the model, by the library's name."""
     if plain.shards:
         hsdp = f'ParallelismConfig(dp_replicate_size=int(os.environ["WORLD_SIZE"]) // {plain.degree}, dp_shard_size={plain.degree})'
         given: dict[str, str] = {} if plain.reshards is None else {name: text.format(plain.reshards) for name, text in _SHARDING.items()}
@@ -203,7 +216,7 @@ def _libraries(plain: Settings) -> dict[str, str]:
     lightning = [f"strategy=DDPStrategy({strategy})"] if strategy else []
     lightning += [] if merge is None else [f"accumulate_grad_batches={merge}"]
     found = {"Lightning": f"Trainer({', '.join(lightning)})"}
-    if "bucket_cap_mb_list" in plain.arguments:  # which Trainer and Accelerate have no argument for
+    if "bucket_cap_mb_list" in plain.arguments:  # Trainer and Accelerate have no argument for it
         return found
     accelerator = [*([f"kwargs_handlers=[DistributedDataParallelKwargs({handler})]"] if handler else []), *merges]
     found = {"Accelerate": f"Accelerator({', '.join(accelerator)})"} | found

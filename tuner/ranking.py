@@ -1,7 +1,7 @@
 """Ranking: which strategies run for real, and their step times relative to the default's.
 
-Every arm runs twice, forward then backward (A B C C B A), followed by as many more arms as there are
-finalists. Each of those is chosen from what earlier legs show about the simulator's errors (``tuner.bias``).
+Every arm runs twice: all arms in order, then in reverse order (A B C C B A). Up to ``tune.finalists`` more arms
+follow, one at a time. Each is chosen by what earlier legs show about the simulator's errors (``tuner.bias``).
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from tuner.targets import may_prove, updates_of
 from tuner.to_target import Penalty
 
 KEPT_LEGS = 20
-"""Number of legs for which a budget must have room before another arm runs: four to rank it, and eight
+"""Number of legs for which the budget must have room before another arm runs: four to rank it, and 16 in eight
 pairs."""
 
 
 def choose(state: State) -> None:
-    """Rank the arms, then other strategies while one promises a gain, given the simulator's errors so far."""
+    """Rank the arms, then up to ``tune.finalists`` more strategies that promise a gain by the legs so far."""
     rank(state, [*state.arms])
     for _ in range(state.experiment.tune.finalists):
         if (arm := following(state)) is None:
@@ -37,10 +37,10 @@ def choose(state: State) -> None:
 
 
 def rank(state: State, names: Sequence[str]) -> None:
-    """Run every arm twice, in an order in which a drift of the machine favours none.
+    """Run every arm twice, in an order in which a drift of the machine favours no arm.
 
-    Arms that an earlier tuning has ranked are skipped. An arm with the same legs as another one, as at
-    another learning rate, takes its times.
+    Arms that an earlier tuning has ranked are skipped. An arm with the same legs as another one, for example at
+    another learning rate, takes over its times.
     """
     first = {arm.timed: name for name, arm in reversed(state.arms.items())}
     names = [name for name in names if first[state.arms[name].timed] != name or not _recall(state, name)]
@@ -53,7 +53,7 @@ def rank(state: State, names: Sequence[str]) -> None:
         if state.arms[name].rejected is not None:
             continue
         with state.rejecting(name):
-            window = ROUNDS * done // len(order)  # of each round, so that arms share draws, and two windows are used
+            window = ROUNDS * done // len(order)  # one per round, so that all arms share its straggler draws
             leg = state.ledger.leg(state.arms[name].timed, window)
             took.setdefault(name, []).append(state.ledger.run(Run(arm=name, leg=leg, among=among)))
             state.ledger.refuse_small_budget(len(own))
@@ -68,9 +68,9 @@ def rank(state: State, names: Sequence[str]) -> None:
 
 
 def following(state: State) -> Arm | None:
-    """Return the strategy with the largest expected gain as a new arm.
+    """Add the strategy with the largest expected gain as a new arm, and return the arm.
 
-    None of ways that real runs have ruled out.
+    Ways that real runs have ruled out are excluded. None if no strategy promises a gain or the budget has no room.
     """
     if not state.ledger.affords(KEPT_LEGS, num_targets=2):
         return None
@@ -86,21 +86,21 @@ def following(state: State) -> Arm | None:
 
 
 def ranked(state: State, compared: Sequence[str]) -> list[Arm]:
-    """Return the arms left to compare with the default, the most promising usable one first."""
+    """Return the arms that are neither ``compared`` nor rejected, in the order in which they deserve pairs."""
     left = [arm for arm in state.arms.values() if arm.name not in (DEFAULT, *compared) and arm.rejected is None]
     return sorted(left, key=lambda arm: (expected(state, arm) >= 1, not may_prove(state, arm.name), expected(state, arm)))
 
 
 def expected(state: State, arm: Arm) -> float:
-    """Return the arm's time over the default's: measured step time, times updates to the target if known.
+    """Return the arm's expected time over the default's: the ratio of step times, times that of updates if known.
 
-    Updates come from virtual trainers, or from runs at other K.
+    The ratio of updates to the target comes from virtual trainers or, without them, from real runs.
     """
     return state.ratios[arm.name] * (state.virtual(arm) if state.asked else _known(state, arm))
 
 
 def between(state: State) -> Arm | None:
-    """Return an arm with an untried K that should reach the target before the default and all arms left."""
+    """Add and return an arm with an untried K that should reach the target before all others, if there is one."""
     penalty = _penalty(state)
     if penalty is None or state.asked or not state.ledger.affords(KEPT_LEGS, num_targets=2 * len(state.seeds)):
         return None
@@ -120,7 +120,7 @@ def between(state: State) -> Arm | None:
 
 
 def _known(state: State, arm: Arm) -> float:
-    """Return updates over the default's by runs to the target: the learning rate's effect times that of K."""
+    """Return the arm's updates over the default's, by real runs: the learning rate's effect times that of K."""
     default, strategy, penalty = state.default.strategy, arm.strategy, _penalty(state)
     ways = (learns_as(default.replace(lr_scale=scale)) for scale in (strategy.lr_scale, default.lr_scale))
     taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
@@ -130,7 +130,7 @@ def _known(state: State, arm: Arm) -> float:
 
 
 def _penalty(state: State) -> Penalty | None:
-    """Fit the penalty of local steps from runs to the target at other K, next to a synchronous default."""
+    """Fit the penalty of local steps to real runs at other K; None without these or with a local default."""
     if state.default.strategy.is_local:
         return None
     ran = [arm for arm in state.arms.values() if arm.strategy.is_local and _is_plain(state, arm.strategy)]
@@ -146,7 +146,7 @@ def _is_plain(state: State, strategy: DistributedStrategy) -> bool:
 
 
 def _erred(state: State) -> dict[str, float]:
-    """Return the simulator's error for each family that ran."""
+    """Return real over simulated step time, relative to the default's, for each family that ran."""
     default, errors = state.default, dict[str, list[float]]()
     for name, ratio in state.ratios.items():
         arm = state.arms[name]
@@ -157,7 +157,7 @@ def _erred(state: State) -> dict[str, float]:
 
 
 def _recall(state: State, name: str) -> bool:
-    """Take the legs of an earlier tuning that have ranked the arm; return whether there are any."""
+    """Reuse the legs by which an earlier tuning ranked the arm; return whether there are any."""
     if name in state.ratios:
         return state.ledger.recall(state.arms[name], state.default) is not None
     if (legs := state.ledger.recall(state.arms[name], state.default)) is None:
@@ -170,13 +170,13 @@ def _recall(state: State, name: str) -> bool:
 
 
 def _measured(state: State, name: str, legs: Sequence[Outcome]) -> None:
-    """Add the times and the memory of more legs to the arm."""
+    """Add the step times and the peak memory of ``legs`` to the arm."""
     arm = state.arms[name]
     peaks = [peak for peak in (arm.peak_bytes, *(leg.peak_bytes for leg in legs)) if peak is not None]
     state.update(name, measured_s=(*arm.measured_s, *(leg.step_s for leg in legs)), peak_bytes=max(peaks, default=None))
 
 
 def _ratio(own: Sequence[Outcome], default: Sequence[Outcome]) -> float:
-    """Return the ratio of mean step times."""
+    """Return the arm's mean step time over the default's."""
     taken, base = (statistics.fmean(leg.step_s for leg in legs) for legs in (own, default))
     return taken / base

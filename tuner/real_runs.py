@@ -1,4 +1,4 @@
-"""Real runs: processes carry out what a decision requests; each leg is stored before the next starts."""
+"""Real runs: processes run the legs that a decision requests; each leg is stored before the next one starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RealRuns:
     def carry_out(self, request: Run | Pair) -> None:
         """Run one leg, or both legs of a pair.
 
-        A failure is an outcome. Raises any other error of the runner.
+        A failure is an outcome, too, and ends a pair. Any other error of the runner is raised.
         """
         runs = (request,) if isinstance(request, Run) else request.runs
         if isinstance(request, Pair):

@@ -1,4 +1,4 @@
-"""Recommendation: the verdict with all of its evidence, as data for the report."""
+"""Recommendation: a tuning's verdict with all of its evidence, as data for the report."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class TargetCheck(Config):
     reached: bool
     """Whether any run reached the target."""
     updates: tuple[float | None, ...] = ()
-    """Steps of a trainer to the target, by seed; none if the run ended before reaching it."""
+    """Number of steps per trainer to the target, by seed; None if the run ended before reaching it."""
     metrics: tuple[float | None, ...] = ()
-    """Values of ``tune.metric`` at the target, by seed."""
+    """Value of ``tune.metric`` at the target, by seed."""
     noise: tuple[float | None, ...] = ()
-    """Standard deviations of the logarithms of ``updates``; 0 if not estimated, none if losses do not allow
-    it."""
+    """Standard deviation of the logarithm of each of ``updates``; 0 if not estimated, None if the losses do not
+    allow an estimate."""
     time_s: float | None = None
-    """Seconds of the arm's own steps for the median of ``updates``; none if fewer than half arrived."""
+    """Median of ``updates`` times the arm's own seconds per step; None if fewer than half of the runs arrived."""
     final_loss: float | None = None
     """Final loss of the first run."""
     from_arm: str | None = None
     """Name of the arm that ran, if another arm that trains alike ran in its place."""
     runs: tuple[str, ...] = ()
-    """Folders of the runs."""
+    """Names of the runs' folders."""
     steps: int | None = None
-    """Steps of the longest run; fewer than the workload's if all arrive, or if the script's data end
-    earlier."""
+    """Number of steps in the longest run; smaller than the workload's if all runs arrive, or if the script's data
+    end earlier."""
 
     @property
     def num_reached(self) -> int:
@@ -52,7 +52,7 @@ class TargetCheck(Config):
         return sum(one is not None for one in self.updates)
 
     def noise_beside(self, other: TargetCheck) -> float:
-        """Return the standard deviation of the log ratio of both, for the first seed with which both arrive.
+        """Return the standard deviation of both ``updates``' log ratio, for the first seed with which both arrive.
 
         Infinite if losses do not allow an estimate.
         """
@@ -61,20 +61,20 @@ class TargetCheck(Config):
         return math.hypot(*(math.inf if noise is None else noise for noise in (noises[0] if noises else [])))
 
     def missed_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Return a sentence if it arrived less often than the default, with the same seeds; else none."""
+        """Return a reason for rejection if fewer runs arrived than the default's with the same seeds, else None."""
         runs, num = len(self.updates), sum(one is not None for one in default.updates[: len(self.updates)])
         if self.num_reached >= num:
             return None
         return f"reaches the target loss {target:g} in {self.num_reached} of {counted(runs, 'run')}, the default in {num}"
 
     def seldom_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Return a sentence if the default never arrived, and this in at most half of its runs; else none."""
+        """Return a reason for rejection if the default never arrived and at most half of these runs did, else None."""
         if default.reached or 2 * self.num_reached > len(self.updates):
             return None
         return f"reaches the target loss {target:g} in {self.num_reached} of {len(self.updates)} runs, and the default in none"
 
     def lost_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Return a sentence if its first run lost the target again, unlike the default's; else none."""
+        """Return a reason for rejection if the first run lost the target again, unlike the default's, else None."""
         if None in (target, self.final_loss, default.final_loss) or not default.final_loss <= target < self.final_loss:  # type: ignore[operator]
             return None
         ends = f"it ends at {self.final_loss:.3g}, the default at {default.final_loss:.3g}"
@@ -89,7 +89,7 @@ class TargetCheck(Config):
         noise: float | None = 0.0,
         run: str | None = None,
     ) -> TargetCheck:
-        """Return the check with another run."""
+        """Return the check with the results of another run added."""
         return dataclasses.replace(
             self,
             updates=(*self.updates, updates),
@@ -102,7 +102,7 @@ class TargetCheck(Config):
         )
 
     def __str__(self) -> str:
-        """Format in a few words."""
+        """Format the result in a few words."""
         if not self.reached:
             return "not reached" + (f" (loss {self.final_loss:.3g})" if self.final_loss is not None else "")
         some = "" if self.num_reached == len(self.updates) else f" in {self.num_reached} of {len(self.updates)} runs"
@@ -115,41 +115,41 @@ class Arm(Config):
     """A strategy that ran for real."""
 
     name: str
-    """Name: ``default``, ``advice`` (Fleet's documents), ``candidate 1``, ..."""
+    """Name: ``default``, ``advice`` (from Fleet's documents), ``candidate 1``, ..."""
     strategy: DistributedStrategy
     paced_by: DistributedStrategy | None = None
-    """Strategy that its legs run, if its rounds vary: fixed rounds that synchronise as often as a whole
-    training run. Its runs to the target use its own strategy."""
+    """Strategy of the arm's legs if rounds vary, else None: fixed rounds that synchronise as often as a whole training
+    run. Runs to the target use ``strategy``."""
     simulated_s: float
     """Simulated seconds per step."""
     measured_s: tuple[float, ...] = ()
     """Mean seconds per step of each leg."""
     virtual_updates: float | None = None
-    """Steps of a trainer to the target by virtual trainers (``tuner.ways``); none if they did not train it,
-    or it did not arrive."""
+    """Number of steps per trainer to the target, by virtual trainers (``tuner.ways``); None if they did not train
+    this way."""
     ratio: float | None = None
-    """Ratio of its step time to the default's, in the legs that ranked it."""
+    """Ratio of the arm's step time to the default's, from the legs that ranked it; None if it was not ranked."""
     target: TargetCheck | None = None
-    """Runs to the target; none if there were none."""
+    """Runs to the target; None if there were none."""
     rejected: str | None = None
-    """Reason why it cannot be recommended; none if it can."""
+    """Reason why the arm cannot be recommended; None if it can."""
     peak_bytes: int | None = None
-    """Peak memory of a trainer in its legs in bytes, if measured."""
+    """Peak memory of a trainer in the arm's legs, in bytes; None if not measured."""
     simulated_run: str | None = None
-    """Folder of a simulated run as long as a real leg, one of the recommendation's ``runs``."""
+    """Folder of a simulated run as long as a real leg, one of ``Recommendation.runs``."""
     measured_runs: tuple[str, ...] = ()
-    """Folders of its real legs (ranking, target, pairs), in order of time."""
+    """Folders of the arm's real legs (ranking, target, pairs), in order of time."""
     void_runs: tuple[str, ...] = ()
-    """Folders of those legs during which the machine was not quiet; pairs with one are left out."""
+    """Names of those folders whose legs are void, as on a busy machine; pairs with a void leg are left out."""
 
     @property
     def timed(self) -> DistributedStrategy:
-        """Strategy that has its seconds per step."""
+        """Strategy whose legs give the arm's seconds per step."""
         return self.paced_by or self.strategy
 
     @property
     def real_s(self) -> float | None:
-        """Mean seconds per step over the legs; none if no leg ran."""
+        """Mean seconds per step over the legs; None if no leg ran."""
         return sum(self.measured_s) / len(self.measured_s) if self.measured_s else None
 
     @property
@@ -160,13 +160,13 @@ class Arm(Config):
 
     @property
     def error(self) -> float | None:
-        """Simulated over real step time, minus 1."""
+        """Simulated over real step time, minus 1; None if no leg ran."""
         return None if self.real_s is None else self.simulated_s / self.real_s - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Config):
-    """A fresh pair of legs of the verdict, in mean seconds per step."""
+    """A pair of legs that counts for the verdict, in mean seconds per step."""
 
     default_s: float
     finalist_s: float
@@ -174,7 +174,7 @@ class Pair(Config):
 
     @property
     def speedup(self) -> float:
-        """Default over finalist: above 1 the finalist was faster."""
+        """Ratio of the default's time to the finalist's: above 1 if the finalist was faster."""
         return self.default_s / self.finalist_s
 
 
@@ -188,13 +188,13 @@ class Trial(Config):
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out what tunings of earlier versions stored besides: a number, and whether it was simulated before."""
+        """Return the data without two keys of earlier versions: the trial's number, and whether it was repeated."""
         return {name: value for name, value in data.items() if name not in ("number", "repeated")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation(Annotated):
-    """What to use, and why. ``speedup``, ``low`` and ``high`` refer to time per sample; above 1 is faster."""
+    """The strategy to use, and why. ``speedup``, ``low`` and ``high`` refer to time per sample; above 1 is faster."""
 
     schema: int = SCHEMA
     experiment: str
@@ -204,32 +204,34 @@ class Recommendation(Annotated):
     undecided: bool = False
     """Whether the default is kept because measuring ended before a gain was proved or excluded."""
     reason: str
-    """Reason why the default is kept."""
+    """Reason for the verdict."""
     strategy: DistributedStrategy
     """Strategy to train with: the finalist, or the default."""
     buckets_mb: tuple[float, ...] = ()
-    """Sizes of its buckets in MiB, in order; empty if DistributedDataParallel cannot use them."""
+    """Sizes of the strategy's buckets in MiB, in order; empty if DistributedDataParallel cannot use them."""
     finalist: str | None = None
     """Name of the arm that the pairs compared with the default."""
     speedup: float | None = None
     """Mean ratio of the default's time per sample to the finalist's."""
     low: float | None = None
-    """Lower end of its 90 % interval, from paired log ratios, which holds whenever the pairs stop."""
+    """Lower end of the 90 % interval of ``speedup``, from paired log ratios. The interval holds whenever the pairs
+    stop."""
     high: float | None = None
-    """Upper end of its 90 % interval."""
+    """Upper end of the 90 % interval of ``speedup``."""
     to_target: float | None = None
-    """Ratio of the default's time to the target to the finalist's; none if it trains like the default."""
+    """Ratio of the times to the target, default over finalist; None if both train alike, or if the default never
+    reaches the target."""
     to_target_low: float | None = None
-    """Lower end of its 90 % interval (``tuner.sequential``); none if the loss is declared, or too few
-    arrived."""
+    """Lower end of the 90 % interval of ``to_target`` (``tuner.sequential``); None if the loss is declared, or if too
+    few runs arrived."""
     to_target_high: float | None = None
-    """Upper end of its 90 % interval."""
+    """Upper end of the 90 % interval of ``to_target``."""
     seeds: int | None = None
-    """Number of seeds of these runs."""
+    """Number of seeds whose runs give ``to_target``."""
     metric: str | None = None
     """Values of ``tune.metric`` at the target, for finalist and default, in words."""
     target_loss: float | None = None
-    """Target loss; none without a target."""
+    """Target loss; None without a target."""
     pairs: tuple[Pair, ...] = ()
     """Pairs of the finalist and the default."""
     arms: tuple[Arm, ...] = ()
@@ -237,13 +239,12 @@ class Recommendation(Annotated):
     trials: tuple[Trial, ...] = ()
     """Trials of the search, each different strategy once, the fastest first."""
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Arrival of everything that virtual trainers trained, by key (``tuner.learning.Arrival``); empty if it
-    does not arrive."""
+    """Results of the training runs of virtual trainers, by key; see ``tuner.learning.Reached``."""
     caveat: str | None = None
     """Note that no way is known to reach the target, or that the default reaches it sooner at another
     learning rate."""
     noise: Noise | None = None
-    """Spread of equal legs."""
+    """Spread of the default's legs and of the pairs."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -298,7 +299,10 @@ class Recommendation(Annotated):
 
     @classmethod
     def load(cls, folder: str | Path) -> Recommendation:
-        """Read what ``save`` wrote. Raises ``ConfigError`` for a folder without a recommendation."""
+        """Read the recommendation that ``save`` wrote.
+
+        Raises ``ConfigError`` if the folder has none.
+        """
         path = Path(folder) / "recommendation.json"
         if not path.is_file():
             raise ConfigError("no recommendation here", str(folder), hint="fleetbench tune writes one when it ends")

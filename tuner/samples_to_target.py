@@ -1,7 +1,7 @@
 """Samples to the target by batch size: T(B) = S (1 + (B / B_crit)^q), with tuned learning rates.
 
 With q = 1 it is the law of McCandlish et al. (arXiv 1812.06162). S has no prior; B_crit and q have one on a
-grid. Measured points, or a gradient noise scale, which is about B_crit, weight the grid.
+grid. The measured points, and a gradient noise scale if known, which is about B_crit, weight the grid.
 ``reports/small_to_large`` compares it with MLPerf's reference points.
 """
 
@@ -17,7 +17,7 @@ from fleetbench.experiment import ReferencePoint
 Grid = npt.NDArray[np.float64]
 
 B_CRIT = np.exp(np.linspace(math.log(0.05), math.log(300), 60))[:, None]
-"""Critical batch sizes, in units of the geometric mean of the points' batches."""
+"""Grid of critical batch sizes, shape ``(60, 1)``, in units of the geometric mean of the points' batch sizes."""
 POWERS = np.array([0.5, 0.75, 1.0, 1.25, 1.5])
 POWER_PRIOR = np.array([0.1, 0.2, 0.4, 0.2, 0.1])
 MISFIT = 0.04
@@ -28,7 +28,7 @@ TYPICAL, TYPICAL_SD = 12.0, 2.0
 SEEDS = 0.04
 """Standard deviation of log T between seeds: the median of 22 benchmarks (mlcommons/logging, rcp_checker)."""
 NOISE_SD = 1.2
-"""Standard deviation of log B_crit around a noise scale measured at the start, which grows as the loss
+"""Standard deviation of log B_crit around a noise scale measured at the start; noise scales grow as the loss
 falls."""
 LEVELS = (0.05, 0.5, 0.95)
 _DRAWS = 20_000
@@ -78,6 +78,6 @@ def _law(batches: Grid) -> Grid:
 
 
 def _seeds(points: Sequence[ReferencePoint]) -> float:
-    """Return the standard deviation of log T between seeds: mean of the points' own and ``SEEDS``."""
+    """Return the standard deviation of log T between seeds: the mean of the points' median and ``SEEDS``."""
     own = [point.sd / point.samples for point in points if point.sd is not None]
     return 0.5 * float(np.median(own)) + 0.5 * SEEDS if own else SEEDS

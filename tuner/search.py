@@ -25,10 +25,9 @@ from tuner.space import Equivalence, Space, learns_as, parameters_of, way_of, wi
 from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
-"""Number of points up to which a space is searched for different strategies; bucket sizes that give equal
-buckets count once."""
+"""Largest number of points of a space that is enumerated; bucket sizes that give equal buckets count once."""
 PROBED = 20
-"""Number of trials from which the time of all of them is estimated."""
+"""Number of simulated strategies from which the time for all strategies is estimated."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
@@ -38,7 +37,7 @@ class Window(Experiment):
     """An experiment that is shortened to a few steps of a training run."""
 
     of_steps: int
-    """Number of steps in the training run."""
+    """Number of steps in the whole training run."""
 
 
 Candidate = tuple[str | None, str, DistributedStrategy]
@@ -57,7 +56,7 @@ class Tried:
     key: str = ""
     """Key of the strategy; strategies with equal keys are equal to the simulator."""
     arm: str | None = None
-    """Name ``default`` or ``advice``; none for other candidates."""
+    """Name ``default`` or ``advice``; None for other candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Search:
 
     tried: tuple[Tried, ...]
     notes: tuple[Note, ...] = ()
-    """Parts that are not searched or could not be simulated, with reasons."""
+    """Notes about what is not searched or could not be simulated, with reasons."""
 
     @property
     def default(self) -> Tried:
@@ -75,7 +74,7 @@ class Search:
 
     @property
     def advice(self) -> Tried | None:
-        """Fleet's advice; none if only the default was tried."""
+        """Fleet's advice; None if there was none to try."""
         return next((tried for tried in self.tried if tried.arm == "advice"), None)
 
     @property
@@ -131,7 +130,10 @@ def search(
     step_s: StepS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Simulate the default, the advice, if any, and the space; see the module. Raises as ``step_s``."""
+    """Simulate the default, the advice, if any, and the space, as the module describes.
+
+    Raises the errors of ``step_s``.
+    """
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
     fewer = with_different_sizes(space, same)
@@ -152,7 +154,10 @@ def search_listed(
     step_s: StepS,
     progress: Callable[[int, int], None] | None,
 ) -> Search:
-    """Simulate ``strategies``, of which the first is the experiment's own. Raises as ``step_s`` for that one."""
+    """Simulate ``strategies``, of which the first is the experiment's own.
+
+    Raises the error of ``step_s`` for the first.
+    """
     listed: list[Candidate] = [("default" if not place else None, f"{place}", strategy) for place, strategy in enumerate(strategies)]
     found = _simulated(listed, step_s, progress or (lambda *_: None), name_of)
     assert found is not None, "without a limit"
@@ -166,9 +171,10 @@ def _simulated(
     name_of: Callable[[DistributedStrategy], str],
     is_too_long: Callable[[int], bool] = lambda _: False,
 ) -> Search | None:
-    """Simulate candidates; a note names each that cannot be. Raises as ``step_s`` for an arm.
+    """Simulate candidates; notes name those that cannot be simulated.
 
-    None once ``is_too_long``, called with the number of simulated candidates, says so.
+    None as soon as ``is_too_long`` of the number of simulated candidates is true. Raises the error of
+    ``step_s`` for an arm.
     """
     tried, notes, values = list[Tried](), list[Note](), dict[str, float]()
     for done, (arm, key, strategy) in enumerate(listed):
@@ -188,9 +194,9 @@ def _simulated(
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
-    """Return the experiment with at least ``least`` counted steps (default: a trial's), in whole rounds.
+    """Return the experiment shortened to whole rounds with at least ``least`` counted steps.
 
-    Without random stragglers all steps are alike, and a few are enough.
+    Default: ``tune.simulated_steps``. Without random stragglers all steps are alike, and a few are enough.
     """
     strategy, tune = experiment.strategy, experiment.tune
     least = least or tune.simulated_steps
@@ -203,9 +209,9 @@ def shortened(experiment: Experiment, least: int | None = None) -> Window:
 
 
 def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int = 0) -> Window:
-    """Return the experiment with at least ``least`` steps, or its own, in whole rounds, plus ``beside``.
+    """Return the experiment with at least ``least`` steps, or its own number if that is smaller, plus ``beside``.
 
-    Its warm-up is short.
+    ``rounds``: steps per whole round. The warm-up is short.
     """
     steps = rounds * math.ceil(min(least, experiment.workload.steps) / rounds) + beside
     workload = dataclasses.replace(experiment.workload, steps=steps)
@@ -215,9 +221,9 @@ def with_steps(experiment: Experiment, least: int, rounds: int, *, beside: int =
 
 
 def different(space: Space, same: Equivalence, arms: Sequence[DistributedStrategy]) -> dict[str, DistributedStrategy]:
-    """Return strategies that differ from each other and from ``arms``, by key.
+    """Return the strategies of the space that differ from each other and from ``arms``, by key.
 
-    Of strategies with equal keys, keep the one with the fewest changes.
+    Of strategies with equal keys, the one with the fewest changes is kept.
     """
     base = parameters_of(space.base)
 
@@ -242,9 +248,9 @@ def _enumerated(
     step_s: StepS,
     progress: Callable[[int, int], None],
 ) -> Search | None:
-    """Simulate all different strategies.
+    """Simulate all different strategies of the space.
 
-    None if there are too many, or they take too long and exceed ``tune.trials``.
+    None if there are more than ``MOST_PLANS`` points, or if more than ``tune.trials`` strategies take too long.
     """
     tune, began = experiment.tune, time.monotonic()
     if space.size > MOST_PLANS:
@@ -269,7 +275,7 @@ def _proposed(
     progress: Callable[[int, int], None],
     out: Path,
 ) -> tuple[Tried, ...]:
-    """Simulate the arms, and Optuna's proposals up to ``tune.trials``, over all runs of the study."""
+    """Simulate the arms and Optuna's proposals until the study has ``tune.trials`` complete trials."""
     wanted, known = experiment.tune.trials, dict[str, float]()
 
     def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
@@ -310,7 +316,7 @@ def _proposed(
 
 
 def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:
-    """Enqueue the first incomplete arm if nothing waits: another process may have died while running it."""
+    """Enqueue the first arm without a complete trial, unless a trial waits: a killed process may have left it."""
     present = {trial.user_attrs.get("arm") for trial in complete}
     missing = [arm for arm in arms if arm not in present]
     if missing and not trials(study, TrialState.WAITING):

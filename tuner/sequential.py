@@ -1,4 +1,4 @@
-"""Sequential verdicts on pairs of runs: they stop at the first decisive look, without increasing the error.
+"""Sequential verdicts on pairs of runs: pairs stop at the first decisive look, without increasing the error.
 
 At looks after 4, 6, 8, 12, 16, 24, 32, 48, ... pairs, Student's t of the log ratios decides, with critical
 values under which all looks together have the requested error: a group-sequential t test (Jennison and
@@ -6,8 +6,8 @@ Turnbull 1991, Biometrika 78) whose error is spent by a function of the pairs (L
 70), so that looks may end early. The critical values come from simulated normal ratios; t has no unit, so
 they hold for every spread. A tuning that continues another one's pairs continues with the error that is left.
 The interval is a repeated confidence interval (Jennison and Turnbull 1989, JRSS B 51): mean plus or minus
-critical value times standard error. The intervals of all looks hold simultaneously, so the one at which the
-pairs stop does, too.
+critical value times standard error. The intervals of all looks hold simultaneously, and so does the
+interval of the look at which the pairs stop.
 
 If the objective is the time to a target, a second factor comes from other runs: updates to the target
 (``tuner.to_target``). The logarithms add up, and so do squared distances from the means to the ends of the
@@ -43,13 +43,13 @@ deviation of 0.06 within 48 pairs."""
 _ENDING = 0.5
 """Share of the remaining error that a budget's last look takes. The rest is left for a larger budget."""
 _FEW = 8
-"""Largest number of pairs if runs to the target are too few for USE."""
+"""Largest number of pairs if there are too few runs to the target for USE."""
 _BOTH = 0.9
 """Factor on the error when pairs and updates are judged together, because looks at their sum err 1.1 times as
 often as allowed."""
 _MUCH = 3.0
-"""Ratio of the updates' interval to the step's from which more pairs are futile, if ``1 + min_gain`` is
-inside the former."""
+"""Ratio of the updates' half interval to the step's above which more pairs are futile, if the updates' interval alone
+leaves the verdict open."""
 _DRAWS = 500_000
 
 
@@ -63,7 +63,7 @@ class Speedup:
 
     @classmethod
     def of_logs(cls, mean: float, below: float, above: float) -> Speedup:
-        """Return the speed-up for a mean log ratio and the distances to its ends."""
+        """Return the speed-up for a mean log ratio and the distances from it to the ends of its interval."""
         return cls(math.exp(mean), math.exp(mean - below), math.exp(mean + above))
 
     def __str__(self) -> str:
@@ -75,16 +75,17 @@ class Judgement:
     """Result of the pairs when they stop."""
 
     verdict: Literal["USE", "NO GAIN", "UNDECIDED"]
-    """Verdict: the interval is above ``1 + min_gain``, below it, or around it."""
+    """Verdict: USE if the interval is above ``1 + min_gain``, NO GAIN if it is below, UNDECIDED otherwise or with too
+    few seeds for USE."""
     speedup: Speedup
-    """Speed-up of the objective: of a step, or, with updates, of the time to the target."""
+    """Speed-up of the objective, which is the time per step or, with updates, the time to the target."""
     step: Speedup
-    """Speed-up of a step."""
+    """Speed-up per step."""
     pairs: int
     """Number of pairs."""
     provable: float | None = None
-    """For UNDECIDED: the smallest speed-up that all pairs of the limit would show, given the remaining error
-    and the spread so far. Infinite if the updates alone leave it undecided, none if no look may follow."""
+    """For UNDECIDED: the smallest speed-up that would prove a gain after all pairs of the limit, given the remaining
+    error and the spread so far. Infinite if the updates alone leave the verdict open, None if no look may follow."""
 
 
 def paired_speedup(default_s: Sequence[float], finalist_s: Sequence[float], confidence: float = CONFIDENCE) -> Speedup:
@@ -106,20 +107,20 @@ def looks(limit: int) -> tuple[int, ...]:
 
 
 def spent(pairs: int, limit: int) -> float:
-    """Return the share of the error that looks up to this one may take.
+    """Return the share of the error that looks after up to ``pairs`` pairs may spend.
 
-    Some of it is spent early, the rest as the square of the pairs; 1 at ``limit``.
+    ``_EARLY`` is spent by ``_EARLY_PAIRS``, the rest in proportion to the square of the pairs; 1 at ``limit``.
     """
     early = min(1.0, max(0, pairs - LEAST_PAIRS - 1) / (_EARLY_PAIRS - LEAST_PAIRS - 1)) ** 2
     return 1.0 if pairs >= limit else _EARLY * early + (1 - _EARLY) * (pairs / limit) ** 2
 
 
 def planned(limit: int, ended: Sequence[int] = ()) -> dict[int, float]:
-    """Return the share of the error that looks up to each one may take, by pairs.
+    """Return the cumulative share of the error that may be spent by each look, by its number of pairs.
 
-    ``ended`` are the pairs after which a budget ended. The last look of a budget takes ``_ENDING`` of the
-    remaining error. The looks of a larger budget share the rest as ``spent`` says, so all looks of all
-    budgets together take no more than one tuning's.
+    ``ended``: numbers of pairs at which a budget ended. The last look of a budget takes ``_ENDING`` of the
+    remaining error. The looks of a larger budget share the rest as in ``spent``, so all looks of all budgets
+    together spend no more than those of one tuning.
     """
     shares, before, gone = dict[int, float](), 0.0, 0.0
     for look in sorted({*looks(limit), *ended}):
@@ -132,7 +133,7 @@ def planned(limit: int, ended: Sequence[int] = ()) -> dict[int, float]:
 
 
 def gone(pairs: int, limit: int, ended: Sequence[int] = ()) -> float:
-    """Return the share of the error that the looks up to this many pairs have spent."""
+    """Return the share of the error that the looks after up to ``pairs`` pairs have spent."""
     return max((share for look, share in planned(limit, ended).items() if look <= pairs), default=0.0)
 
 
@@ -147,15 +148,18 @@ def judge(
     enough: bool = True,
     ended: Sequence[int] = (),
 ) -> Judgement | None:
-    """Return the verdict on the log ratios (default over finalist) so far; none if more pairs should run.
+    """Return the verdict on the pairs so far; None if more should run, or if they are too few for an interval.
 
-    ``updates``: to the target, if that is the objective and the finalist trains differently from the default.
-    ``enough``: whether runs to the target have enough seeds for USE; otherwise pairs end early, UNDECIDED.
-
-    ``limit`` is the largest number of pairs. ``error`` bounds the chance, over all looks, of USE if the gain
-    is ``min_gain`` or less; the chance of NO GAIN if it is more is ``ERROR``. ``final``: a budget ends the
-    pairs here, for a reason independent of the ratios; ``ended``: pairs after which earlier budgets did. Also
-    none if there are too few pairs for an interval.
+    Args:
+        log_ratios: logarithm of the default's time over the finalist's, per pair.
+        min_gain: gain that USE has to exceed.
+        limit: largest number of pairs.
+        error: bound on the chance, over all looks, of USE if the gain is at most ``min_gain``. For NO GAIN if
+            it is larger, the bound is ``ERROR``.
+        final: whether a budget ends the pairs here, for a reason independent of the ratios.
+        updates: updates to the target, if that is the objective and the finalist trains differently.
+        enough: whether enough seeds ran to the target for USE. If not, at most ``_FEW`` pairs run.
+        ended: numbers of pairs at which earlier budgets ended.
     """
     count, limit = len(log_ratios), limit if enough else min(limit, _FEW)
     shares = planned(limit, (*ended, count) if final else ended)
@@ -188,13 +192,13 @@ def judge(
 
 
 def widening(log_ratios: Floats) -> Floats:
-    """Return the factor on independent pairs' standard error for autocorrelated ones, along the last axis.
+    """Return the factor by which autocorrelation of pairs widens the standard error, along the last axis.
 
-    The model is a first-order autoregression with their lag-1 correlation ``r``. The mean of ``n`` has the
-    variance of one times ``(1 + 2 sum_j (1 - j / n) r**j) / n``, and the bias of the ratios' own variance is
-    corrected. Few pairs underestimate ``r`` (Marriott and Pope 1954, Biometrika 41), so ``(2 + 4 r) / n`` is
-    added, a little more than its bias, as the errors require (``reports/tuner``). Alternating pairs are
-    treated as independent.
+    The ratios are modelled as a first-order autoregression with their lag-1 correlation ``r``. The mean of
+    ``n`` ratios has the variance of one ratio times ``(1 + 2 sum_j (1 - j / n) r**j) / n``; the bias of the
+    sample variance is corrected. Few pairs underestimate ``r`` (Marriott and Pope 1954, Biometrika 41), so
+    ``(2 + 4 r) / n`` is added, slightly more than that bias, because the error rates require it
+    (``reports/tuner``). Pairs with a negative correlation are treated as independent.
     """
     num = log_ratios.shape[-1]
     off = log_ratios - log_ratios.mean(-1, keepdims=True)
@@ -207,7 +211,7 @@ def widening(log_ratios: Floats) -> Floats:
 
 
 def outlook(judged: Judgement, limit: int) -> str | None:
-    """Describe what more pairs may decide; none if no error is left."""
+    """Describe the gain that more pairs could prove; None if no look may follow."""
     if judged.provable is None:
         return None
     if math.isinf(judged.provable):
@@ -218,9 +222,10 @@ def outlook(judged: Judgement, limit: int) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def critical_values(at: tuple[int, ...], shares: tuple[float, ...], error: float) -> tuple[float, ...]:
-    """Return critical values of t at each look.
+    """Return the critical value of t at each look.
 
-    Normal ratios without a gain exceed the values up to a look with a chance of its share of ``error``.
+    With a chance of ``error * shares[i]``, normal ratios without a gain exceed a critical value by look ``i``,
+    which is after ``at[i]`` pairs.
     """
     found: list[float] = []
     inside = np.ones(_DRAWS, dtype=bool)

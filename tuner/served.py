@@ -21,13 +21,13 @@ from tuner.search import Search, StepS, Window, search_listed, with_steps
 from tuner.space import name_of
 
 MERGED = (4, 16)
-"""Gradients per push in the asynchronous mode."""
+"""Numbers of gradients per push that are tried in the asynchronous mode."""
 _ROUNDS = 2
-"""Number of GeoSGD's exchanges in one trial."""
+"""Number of exchanges of GeoSGD in one trial."""
 
 
 def refuse_unpriced(experiment: Experiment) -> None:
-    """Raise ``ConfigError`` if real runs cannot price a mode, or the link to servers is unknown."""
+    """Raise ``ConfigError`` if real runs cannot compare the modes, or if the link to the servers is unknown."""
     if experiment.run.device == "emulated":
         hint = 'run.device = "cpu" trains a registry model; `fleetbench tune --simulate-only` compares what a step takes'
         raise ConfigError("trains nothing, and modes of parameter servers differ in what they learn", "run.device", "'emulated'", hint)
@@ -39,7 +39,10 @@ def refuse_unpriced(experiment: Experiment) -> None:
 
 
 def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | None = None) -> Search:
-    """Simulate the experiment's own mode and the others. Raises as ``step_s`` for the own one."""
+    """Simulate the experiment's own mode and Fleet's other modes.
+
+    Raises the error of ``step_s`` for its own mode.
+    """
     found, optimizer = search_listed(_modes(experiment), name_of, step_s, progress), experiment.workload.optimizer
     if optimizer == "sgd":
         return found
@@ -49,7 +52,7 @@ def search_modes(experiment: Experiment, step_s: StepS, progress: Progress | Non
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
-    """Return the experiment with few counted steps: at least ``least`` (default: those of a trial).
+    """Return the experiment shortened to at least ``least`` steps, by default ``tune.simulated_steps``.
 
     They are whole rounds of GeoSGD, or all steps.
     """
@@ -58,10 +61,10 @@ def shortened(experiment: Experiment, least: int | None = None) -> Window:
 
 
 def _modes(experiment: Experiment) -> list[DistributedStrategy]:
-    """Return the experiment's own strategy first, then the others.
+    """Return the strategies to compare, the experiment's own first.
 
-    A trainer that is silent for ``send_wait_times`` pauses sends what it has. For K and merging to have an
-    effect, there are as many pauses as one and a half steps of compute take.
+    A trainer sends its waiting gradients after ``send_wait_times`` pauses without a step. For K and merging to
+    have an effect, the pauses together last at least one and a half steps of compute.
     """
     strategy, table = experiment.strategy, table_for(experiment)
     own = strategy.a_sync_configs

@@ -1,8 +1,8 @@
 """Space: which strategies the search may try.
 
-A point is a value for each of the parameters below; the experiment's own strategy with these values is a
-candidate. A parameter with one admissible value is fixed; one with none stays as in the experiment's
-strategy. ``notes`` lists what is left out.
+A point is a value for each of the parameters in ``NAMES``; the experiment's own strategy with these values is a
+candidate. A parameter with one admissible value is fixed. A parameter without any stays as in the experiment's
+strategy. ``Space.notes`` lists what is left out.
 
 Parameters belong to three families. *Same arithmetic*: fusion, hierarchy, communicators, update by bucket and
 threads only affect the clock. *Rounded*: a 16-bit wire changes the last digits of sums. *Other training*:
@@ -41,39 +41,39 @@ Value = int | float | str
 Parameters = dict[str, Value]
 
 NAMES = tuple(dict.fromkeys(PARAMETERS[one.name] for one in dataclasses.fields(Tune) if one.name in SEARCHES))
-"""Parameters. ``fusion`` is a size of ``tune.fuse_grad_size_in_MB`` or a rule of ``tune.fusion``; others are
-named as in ``[tune]``."""
+"""Names of the parameters. Values of ``fusion`` are sizes of ``tune.fuse_grad_size_in_MB`` and rules of
+``tune.fusion``; other parameters are named as in ``[tune]``."""
 OFF = "off"
 MOST_UNFUSED = 64
-"""Number of gradients up to which sending each one separately is tried."""
+"""Largest number of gradients for which an all-reduce per gradient is tried."""
 _SWITCHES = {"local_steps": "localsgd", "hierarchy": "use_hierarchical_allreduce"}
-"""Field that a parameter's value 1, or ``off``, switches off."""
+"""Strategy field that the value 1 or ``off`` of a parameter switches off, by parameter."""
 _WAYS = tables_of("virtual way") + tables_of("servers way")
 """Strategy fields that change how virtual trainers, or servers, train."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Product of ``choices`` around ``base``."""
+    """Search space: ``base`` with every combination of the values in ``choices``."""
 
     base: DistributedStrategy
     """Experiment's own strategy."""
     choices: tuple[tuple[str, tuple[Value, ...]], ...]
-    """Parameters with at least two values."""
+    """Names and values of the parameters with at least two values."""
     fixed: tuple[tuple[str, Value], ...] = ()
-    """Parameters with one value."""
+    """Names and values of the parameters with one value."""
     notes: tuple[Note, ...] = ()
-    """Parameters that are not searched, with reasons."""
+    """Notes about parameters and values that are not searched, with reasons."""
 
     @property
     def size(self) -> int:
-        """Number of combinations; ``points`` has as many, or fewer."""
+        """Number of combinations of ``choices``; ``points`` leaves out invalid and equal ones."""
         return math.prod(len(values) for _, values in self.choices)
 
     def points(self) -> Iterator[Parameters]:
-        """Yield every point, as values of ``choices``, the last parameter varying fastest.
+        """Yield every valid point, as values of ``choices``, the last parameter varying fastest.
 
-        Each strategy comes once.
+        Each strategy is yielded once.
         """
         names = [name for name, _ in self.choices]
         for values in itertools.product(*(values for _, values in self.choices)):
@@ -82,13 +82,13 @@ class Space:
                 found = self.point_of(self.strategy(point))
             except ConfigError:  # values that exclude each other
                 continue
-            if found == point:  # several communicators are always asynchronous, whatever the value for one says
+            if found == point:  # they differ for sync_nccl_allreduce = true with several communicators, which never wait
                 yield point
 
     def strategy(self, point: Mapping[str, Value]) -> DistributedStrategy:
         """Return the candidate at ``point``, which has a value for each of ``choices``.
 
-        Raises ``ConfigError`` if invalid.
+        Raises ``ConfigError`` if values exclude each other.
         """
         strategy, values = self.base, {**dict(self.fixed), **point}
         for name in NAMES:  # the number of communicators comes before whether they wait
@@ -97,7 +97,7 @@ class Space:
         return strategy
 
     def point_of(self, strategy: DistributedStrategy) -> Parameters | None:
-        """Return the point whose candidate is ``strategy``; none if it is outside the space."""
+        """Return the point whose candidate is ``strategy``; None if the strategy is outside the space."""
         found = parameters_of(strategy)
         point = {name: found[name] for name, _ in self.choices}
         inside = all(point[name] in values for name, values in self.choices)
@@ -105,7 +105,7 @@ class Space:
 
 
 def parameters_of(strategy: DistributedStrategy) -> Parameters:
-    """Return a strategy's values of the parameters."""
+    """Return the value of each parameter in a strategy, by name."""
     fusion: Value = strategy.fuse_grad_size_in_MB if strategy.fusion in ("fleet", "ddp") else strategy.fusion
     composed: Parameters = {
         "local_steps": strategy.local_steps,
@@ -128,14 +128,14 @@ def learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
 
 
 def differs_in(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
-    """Describe how its arithmetic differs from the default's."""
+    """Describe how a strategy's arithmetic differs from the default's."""
     own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
     changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
     return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
 
 
 def name_of(strategy: DistributedStrategy) -> str:
-    """Describe a way of training."""
+    """Describe a strategy's way of training in words."""
     at = f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else ""
     if strategy.mode == "ps":
         return _mode(strategy) + at
@@ -156,7 +156,7 @@ def name_of(strategy: DistributedStrategy) -> str:
 
 
 def _mode(strategy: DistributedStrategy) -> str:
-    """Describe a mode of parameter servers."""
+    """Describe a strategy's mode of parameter servers in words."""
     configs = strategy.a_sync_configs
     if not strategy.a_sync:
         return "synchronous servers"
@@ -167,7 +167,7 @@ def _mode(strategy: DistributedStrategy) -> str:
 
 
 def search_space(experiment: Experiment) -> Space:
-    """Return the space of ``[tune]`` without what this workload, profile or strategy rules out."""
+    """Return the space that ``[tune]`` describes, without values that the experiment rules out."""
     choices: list[tuple[str, tuple[Value, ...]]] = []
     fixed: list[tuple[str, Value]] = []
     notes: list[Note] = []
@@ -194,7 +194,7 @@ def search_space(experiment: Experiment) -> Space:
 
 
 def needs(experiment: Experiment) -> Mapping[Need, tuple[bool, str]]:
-    """Return whether an experiment meets each need of a searched knob, and why it is needed."""
+    """Return whether an experiment meets each ``Need`` of a searched field, and why the field needs it."""
     cluster, run, tune, has_target = experiment.cluster, experiment.run, experiment.tune, experiment.workload.target_loss is not None
     nodes = min(cluster.nodes, cluster.trainers_per_node) > 1 and cluster.is_even
     waiting = min(tune.values("nccl_comm_num")) == 1 and queue_depth(run.backend) > 1
@@ -219,12 +219,12 @@ def needs(experiment: Experiment) -> Mapping[Need, tuple[bool, str]]:
 
 
 def _computes(name: str) -> bool:
-    """Whether a layer table contains a parameter's effect."""
+    """Whether a parameter changes compute, so that its effect is in the layer table."""
     return SEARCHES[name][0].partition(".")[0] in COMPUTE_FIELDS
 
 
 def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
-    """Return why a value cannot be tried with everything else as in the experiment; none if it can."""
+    """Return why a value cannot be tried with everything else as in the experiment; None if it can."""
     if name == "thread_num" and experiment.run.device == "cpu" and value not in (1, experiment.strategy.thread_num):
         trainers, cores = experiment.cluster.trainers_per_node, os.cpu_count() or 1
         if (
@@ -245,10 +245,10 @@ def _refusal(experiment: Experiment, name: str, value: Value) -> str | None:
 
 
 _SIZED = {"fleet": ("fuse_grad_count",), "ddp": ("fusion",)}
-"""Fields, by a rule of fusion, that a strategy keeps when its size changes."""
+"""Fields that a strategy keeps when its bucket size changes, by its rule of fusion."""
 
 
-@functools.lru_cache(maxsize=4096, typed=True)  # candidates of a space share most of their steps, and each step checks every field
+@functools.lru_cache(maxsize=4096, typed=True)  # candidates share most intermediate strategies, and making one checks every field
 def _with(strategy: DistributedStrategy, name: str, value: Value) -> DistributedStrategy:
     if parameters_of(strategy)[name] == value and name != "local_steps":
         return strategy
@@ -259,7 +259,7 @@ def _with(strategy: DistributedStrategy, name: str, value: Value) -> Distributed
 
 
 def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, Any]:
-    """Return the strategy's fields that give the parameter this value, as changes."""
+    """Return the changes of a strategy's fields that give a parameter this value."""
     *tables, key = SEARCHES[name][0].split(".")
     changes: dict[str, Any] = {tables[0]: {key: value}} if tables else {key: value}
     match name:
@@ -284,12 +284,12 @@ def _changes(strategy: DistributedStrategy, name: str, value: Any) -> dict[str, 
 
 
 def _key(name: str, value: Value) -> str:
-    """Return the experiment file's key for such values of a parameter."""
+    """Return the key of the experiment file that lists such values of a parameter."""
     return f"tune.{'fuse_grad_size_in_MB' if name == 'fusion' and not isinstance(value, str) else name}"
 
 
 def _text(value: Value) -> str:
-    """Format a value as in the file."""
+    """Format a value as in an experiment file."""
     if isinstance(value, str):
         return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
@@ -297,14 +297,14 @@ def _text(value: Value) -> str:
 
 @dataclass(slots=True)
 class Equivalence:
-    """Keys of strategies for one experiment; caches tables and plans."""
+    """Computes keys of an experiment's strategies, equal if they simulate alike; caches tables and digests."""
 
     experiment: Experiment
     _tables: dict[tuple[str, bool], LayerTable] = field(default_factory=dict)
     _digests: dict[tuple[DistributedStrategy, str], str] = field(default_factory=dict)
 
     def key(self, strategy: DistributedStrategy) -> str:
-        """Return plan digest, decisions between steps, table key: equal keys mean equal simulated runs."""
+        """Return a key of plan, decisions between steps and layer table: equal keys mean equal simulated runs."""
         table = self._table(strategy)
         decided = dataclasses.replace(Combination.of(strategy), fuses_update=False)  # the layer table has the time of the fused update
         return f"{self._digest(strategy, table)} {decided} {table.key} {strategy.fetch_every_n_steps}"
@@ -321,14 +321,14 @@ class Equivalence:
         planned = strategy.without("thread_num", *["localsgd"][rounds:])
         if (planned, table.key) not in self._digests:
             plan = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table))
-            self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # sooner than its own digest
+            self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # faster than the plan's own digest
         return self._digests[planned, table.key]
 
 
 def with_different_sizes(space: Space, same: Equivalence) -> Space:
-    """Return the space without bucket sizes that give the same buckets as one that stays.
+    """Return the space with only one of all bucket sizes that give the same buckets.
 
-    The base strategy's own size stays, then the largest.
+    It is the base strategy's own size, or else the largest.
     """
     own, choices = parameters_of(space.base)["fusion"], dict(space.choices)
     names = [name for name in ("local_steps", "thread_num") if name in choices]

@@ -29,10 +29,10 @@ class Setting:
     arms: tuple[Arm, ...]
     """Arms, the default first."""
     others: Mapping[DistributedStrategy, float] = field(default_factory=dict)
-    """Simulated time over the default's, of strategies that may become arms and of arms: to the target if
-    virtual trainers trained, else per step."""
+    """Simulated time over the default's, by strategy, of arms and of strategies that may become arms: time to the
+    target if virtual trainers trained, else time per step."""
     prepare: Callable[[Arm], Arm] = lambda arm: arm
-    """Completes a new arm: a function of the arm only."""
+    """Function that completes a new arm, with a result that depends only on the arm."""
     step_s: float = 0.0
     """Expected seconds per step, until a leg has measured them."""
 
@@ -46,9 +46,9 @@ class State:
     arms: dict[str, Arm] = field(init=False)
     """Arms by name."""
     seeds: range = field(init=False)
-    """Seeds of runs to the target, as many as may run."""
+    """Seeds with which runs to the target may be made."""
     ratios: dict[str, float] = field(default_factory=dict)
-    """Mean time of each ranked arm over the default's in the same round."""
+    """Mean step time of each ranked arm over the default's in the same ranking, by name."""
     ways: dict[Way, TargetCheck] = field(default_factory=dict)
     """Runs to the target of each way of training; ``from_arm`` names the arm that ran."""
     in_vain: set[Way] = field(default_factory=set)
@@ -78,12 +78,12 @@ class State:
         return learns_as(self.arms[name].strategy)
 
     def virtual(self, arm: Arm) -> float:
-        """Return updates to the target over the default's, by virtual trainers; 1 if they have none."""
+        """Return the arm's updates to the target over the default's, by virtual trainers; 1 if not known."""
         default = self.default.virtual_updates
         return 1.0 if default is None or arm.virtual_updates is None else arm.virtual_updates / default
 
     def add(self, strategy: DistributedStrategy) -> Arm:
-        """Add a strategy of the search as an arm."""
+        """Add a strategy of ``setting.others`` as an arm, and return the arm."""
         number = sum(name.startswith("candidate") for name in self.arms) + 1
         simulated_s = self.setting.others[strategy] * self.default.simulated_s
         arm = self.setting.prepare(Arm(name=f"candidate {number}", strategy=strategy, simulated_s=simulated_s))
@@ -96,7 +96,7 @@ class State:
 
     @contextmanager
     def rejecting(self, name: str) -> Iterator[None]:
-        """Reject an arm whose leg fails; without the default nothing can be compared."""
+        """Reject an arm if a leg fails inside the ``with`` block; a failure of the default is raised."""
         try:
             yield
         except LegFailed as failure:

@@ -1,4 +1,4 @@
-"""Study: the memory of a search, and the record of a tuning, in Optuna's storage.
+"""Study: stores the trials of a search, and the record of a tuning, in Optuna's format.
 
 A study belongs to one experiment, by its digest, and outlives the process: a restarted search continues after
 the complete trials. A trial that was running when its process was killed is marked failed and does not count.
@@ -57,10 +57,10 @@ def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
 
 
 def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float]) -> None:
-    """Run the next trial: a waiting one, or else one that TPE proposes. Raises as ``objective``.
+    """Run the next trial: a waiting one, or else one that TPE proposes.
 
-    The sampler is recreated from the seed and the number of trials before it, so a search that was killed
-    continues as if it had not been.
+    The sampler is recreated from the seed and the number of earlier trials, so a search that was killed
+    continues as if it had not been interrupted. Raises the errors of ``objective``.
     """
     num_before = len(trials(study, TrialState.COMPLETE, TrialState.PRUNED))
     word = int(np.random.SeedSequence([seed, num_before]).generate_state(1)[0])
@@ -72,22 +72,22 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
 
 @dataclass(slots=True)
 class Recorded:
-    """Simulated seconds per step of each strategy, with the seconds that simulating it took."""
+    """A function that simulates strategies, and records the results and how long each took."""
 
     step_s: Callable[[DistributedStrategy], float]
-    """Function that simulates a strategy."""
+    """Function that simulates a strategy and returns its seconds per step."""
     values: dict[DistributedStrategy, tuple[float, float]] = field(default_factory=dict)
-    """Results and durations by strategy."""
+    """Seconds per step, and seconds that simulating them took, by strategy."""
 
     def __call__(self, strategy: DistributedStrategy) -> float:
-        """Simulate a strategy."""
+        """Simulate a strategy, and record its seconds per step."""
         began = time.perf_counter()
         value = self.step_s(strategy)
         self.values[strategy] = value, time.perf_counter() - began
         return value
 
     def save(self, path: Path, name: str, attributes: Callable[[DistributedStrategy], Mapping[str, Any]]) -> None:
-        """Write a study with a trial per strategy: differing fields, value, duration, ``attributes``."""
+        """Write a study with one trial per strategy: the fields that differ, seconds, duration, ``attributes``."""
         points = [{key: value if isinstance(value, _PLAIN) else str(value) for key, value in flat(encode(one))} for one in self.values]
         choices = {key: list(dict.fromkeys(point.get(key) for point in points)) for point in points for key in point}
         varied: dict[str, BaseDistribution] = {key: CategoricalDistribution(values) for key, values in choices.items() if len(values) > 1}

@@ -22,7 +22,7 @@ from tuner.to_target import FEWEST_SEEDS, SPREAD, Updates, too_few
 
 
 def reaches_target(state: State, name: str) -> bool:
-    """Whether the arm's runs to the target allow its recommendation; otherwise it is rejected."""
+    """Run the arm to the target; return whether its runs allow recommending it, and reject it otherwise."""
     with state.rejecting(name):
         check_target(state, name)
         if (rejection := _rejection(state, name)) is not None:
@@ -31,7 +31,7 @@ def reaches_target(state: State, name: str) -> bool:
 
 
 def check_target(state: State, name: str) -> None:
-    """Run to the target, with several seeds if the arm trains differently from the default."""
+    """Run the arm to the target, if there is one, with several seeds if it trains differently from the default."""
     if (target := state.experiment.workload.target_loss) is None:
         return
     way = state.way(name)
@@ -49,7 +49,7 @@ def check_target(state: State, name: str) -> None:
 
 
 def run_rates(state: State) -> None:
-    """Run a script's default to the target once at every other learning rate, which changes no times."""
+    """Run the arms that differ from the default only in learning rate to the target, once each."""
     default = state.default
     rated = [arm.name for arm in state.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
     for name in rated if not state.asked else ():
@@ -62,9 +62,9 @@ def run_rates(state: State) -> None:
 
 
 def missing(state: State, name: str) -> int:
-    """Return how many runs to the target a proof for an arm lacks.
+    """Return the number of runs to the target that are still needed to prove an arm's gain.
 
-    It is 0 if the arm trains like the default, or if losses are declared.
+    It is 0 without a target, if the arm trains like the default, or if losses are declared.
     """
     ways, experiment = {state.way(name), state.way(DEFAULT)}, state.experiment
     if len(ways) == 1 or experiment.workload.target_loss is None or experiment.run.device == "emulated":
@@ -73,13 +73,16 @@ def missing(state: State, name: str) -> int:
 
 
 def may_prove(state: State, name: str) -> bool:
-    """Whether setting and budget allow the runs to the target that an arm needs."""
+    """Whether ``tune.target_seeds`` and the budget allow the runs to the target that prove an arm's gain."""
     wanted = missing(state, name)
     return not wanted or (len(state.seeds) >= FEWEST_SEEDS and state.ledger.affords(2 * FIRST_LOOK, num_targets=wanted))
 
 
 def too_few_runs(state: State, name: str, legs: int) -> str | None:
-    """Return that runs to the target are too few for USE, and what to change; none if they are enough."""
+    """Describe that runs to the target are too few for USE, and what to change; None if there are enough.
+
+    A proposed budget also has room for ``legs`` legs.
+    """
     if not (wanted := missing(state, name)):
         return None
     ran = min(len(state.ways[way].updates) for way in (state.way(name), state.way(DEFAULT)))
@@ -88,9 +91,9 @@ def too_few_runs(state: State, name: str, legs: int) -> str | None:
 
 
 def updates_of(state: State, name: str) -> Updates | None:
-    """Return the ratio of updates from the finalist's runs.
+    """Return the ratios of updates to the target, default over arm.
 
-    None if it trains like the default, or never arrives.
+    None if the arm trains like the default or has not run, or if the default never arrives.
     """
     way, base = state.way(name), state.way(DEFAULT)
     if way == base or way not in state.ways or not state.ways[base].reached:
@@ -103,9 +106,9 @@ def updates_of(state: State, name: str) -> Updates | None:
 
 
 def metrics_of(state: State, name: str) -> tuple[float, float] | None:
-    """Return the arm's and the default's metric, means over seeds for which both are known.
+    """Return the metric of the arm and of the default, as means over the seeds for which both are known.
 
-    None if there are none.
+    None without such seeds.
     """
     found = zip(state.ways[state.way(name)].metrics, state.ways[state.way(DEFAULT)].metrics, strict=False)
     known = [(own, default) for own, default in found if own is not None and default is not None]
@@ -113,10 +116,9 @@ def metrics_of(state: State, name: str) -> tuple[float, float] | None:
 
 
 def _run_other_seeds(state: State, name: str) -> None:
-    """Run default and arm to the target with every further seed, within the budget, while the arm may pass.
+    """Run the default and the arm to the target with further seeds, while the budget allows and the arm may pass.
 
-    Nothing runs if there are enough already: an earlier tuning has judged them, and more would be another
-    look.
+    If an earlier tuning has judged enough seeds, no more run, because they would be another look.
     """
     way, base, late = state.way(name), state.way(DEFAULT), math.log(state.ratios[name])
     judged = state.ledger.seeds_before(state.arms[name], state.seeds)
@@ -140,7 +142,7 @@ def _run_other_seeds(state: State, name: str) -> None:
 
 
 def _run_to_target(state: State, name: str, number: int) -> None:
-    """Run the arm with the n-th seed, unless its way has that run."""
+    """Run the arm to the target with ``state.seeds[number]``, unless its way of training has that run."""
     way = state.way(name)
     check = state.ways.get(way, TargetCheck(reached=False, from_arm=name))
     if number < len(check.updates):
@@ -156,7 +158,7 @@ def _run_to_target(state: State, name: str, number: int) -> None:
 
 
 def _show(state: State, name: str) -> None:
-    """Give the arm the results of its way, in seconds of its own steps."""
+    """Store the runs of the arm's way of training in the arm, with times from its own steps."""
     check = state.ways[state.way(name)]
     assert check.steps is not None
     median, step_s = median_arrival(check.updates), state.arms[name].real_s
@@ -165,7 +167,7 @@ def _show(state: State, name: str) -> None:
 
 
 def _rejection(state: State, name: str) -> str | None:
-    """Return why an arm's runs to the target exclude it; none without a target."""
+    """Return why an arm's runs to the target rule it out; None if they do not, or without a target."""
     arm, default, target = state.arms[name], state.default, state.experiment.workload.target_loss
     if arm.target is None or default.target is None:
         return None
@@ -184,7 +186,7 @@ def _rejection(state: State, name: str) -> str | None:
 
 
 def _misses(check: TargetCheck, target: float | None) -> str:
-    """Describe that no run arrived."""
+    """Describe that no run reached the target."""
     loss, runs = check.final_loss, len(check.updates)
     at_last = loss is not None and target is not None and loss <= target
     needs = ", of three evaluations in a row: workload.eval_every" if at_last else ""
@@ -194,7 +196,7 @@ def _misses(check: TargetCheck, target: float | None) -> str:
 
 
 def _falls(state: State, name: str) -> str | None:
-    """Return a sentence if the metric is lower than the default's by more than allowed; else none."""
+    """Return a reason for rejection if the metric is too far below the default's, else None."""
     tune, metrics = state.experiment.tune, metrics_of(state, name)
     if metrics is None or metrics[1] - metrics[0] <= tune.metric_drop:
         return None

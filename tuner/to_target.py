@@ -45,7 +45,7 @@ SPREAD, SPREAD_FREE = 0.2, 4
 their seed have 0.09 in the runs of ``reports/``, and some 0.3 (``reports/tuner/README.md``). The runs of a
 script that ignores its seed are not paired."""
 _LEAST_WINDOWS = 4
-"""Least number of windows for which a line has a deviation."""
+"""Least number of windows of losses to which a line is fitted."""
 _FARTHEST = 20.0
 """Largest end of an interval, in logarithms: no way of training takes e^20 times as many updates."""
 
@@ -62,15 +62,16 @@ class Updates:
     """State of each ratio: 0, exact; 1, a lower bound, because the default did not arrive; -1, an upper
     bound, because the finalist did not."""
     noise: float = 0.0
-    """Standard deviation of a single ratio, as far as its two runs show it; infinite if they do not."""
+    """Standard deviation of a single ratio, from the losses of its two runs; infinite if they do not show it."""
     spread: float = 0.0
     """Assumed standard deviation between seeds, in addition to what the ratios show; 0 if none is assumed."""
 
     @classmethod
     def of_runs(cls, default: Sequence[float | None], own: Sequence[float | None], steps: float, own_steps: float | None = None) -> Updates:
-        """Return the ratios of runs by seed; none stands for a run that did not arrive within ``steps``.
+        """Return the log ratios of the ``default`` and ``own`` steps to the target, by seed.
 
-        Seeds in which neither arrived are dropped.
+        None stands for a run that did not arrive within ``steps`` (or ``own_steps``). Seeds in which neither
+        arrived are dropped.
         """
         pairs = [pair for pair in zip(default, own, strict=False) if pair != (None, None)]
         ratios = tuple(math.log((one or steps) / (other or own_steps or steps)) for one, other in pairs)
@@ -87,7 +88,7 @@ class Updates:
         return _likeliest(self)[0]
 
     def half(self, error: float, side: int) -> float:
-        """Return the distance from the mean to the end that the truth exceeds with chance ``error``.
+        """Return the distance from the mean to an end of the interval, beyond which the truth is with chance ``error``.
 
         ``side``: -1 for the lower, 1 for the upper end. With one seed it uses ``noise`` and ``spread``;
         infinite if too few arrived.
@@ -99,10 +100,10 @@ class Updates:
 
 
 def arrival_of(result: RunResult, experiment: Experiment) -> tuple[float | None, float | None]:
-    """Return the steps of a run to the target, and the standard deviation of their logarithm.
+    """Return the number of steps after which a run reaches the target, and the deviation of its logarithm.
 
-    A script's losses are those of batches, so a line is fitted to them. Raises ``ConfigError`` if the
-    script's own strategy arrives within the first window of losses.
+    None stands for what is not reached or not known. A script's losses are those of batches, so a line is
+    fitted to them. Raises ``ConfigError`` if the script's own strategy arrives within the first window.
     """
     workload, updates = experiment.workload, result.summary.steps_to_target
     if updates is None or workload.target_loss is None or experiment.run.launcher != "command":
@@ -122,7 +123,7 @@ def on_line(windows: Sequence[tuple[float, float]], target: float, crossed: floa
     half and twice ``crossed``, its approximate place, or to the four nearest. The deviation is that of
     inverse regression (Draper and Smith 1998, Applied Regression Analysis, section 3.2). The result is
     ``crossed``, without a deviation, if there are fewer windows, or if the line does not fall to the target
-    between half and twice of it.
+    between half and twice ``crossed``.
     """
     nearest = sorted(windows, key=lambda window: abs(math.log(window[0] / crossed)))
     inside = sum(crossed / 2 <= step <= 2 * crossed for step, _ in windows)
@@ -159,9 +160,9 @@ def _half(updates: Updates, error: float, side: int) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _likeliest(updates: Updates) -> tuple[float, float]:
-    """Return the mean of the largest likelihood, and its logarithm.
+    """Return the most likely mean of the log ratios, and its log likelihood.
 
-    The plain mean if all ratios are known.
+    They are the plain mean and NaN if all or no ratios are known.
     """
     ratios = np.array(updates.ratios)
     if updates.num_known in (0, len(ratios)):
@@ -174,7 +175,7 @@ def _likeliest(updates: Updates) -> tuple[float, float]:
 
 
 def _prior(updates: Updates) -> tuple[int, float]:
-    """Return degrees of freedom and sum of squares of the prior."""
+    """Return the degrees of freedom and the sum of squares of the prior."""
     return (SPREAD_FREE, SPREAD_FREE * updates.spread**2) if updates.spread else (0, 0.0)
 
 
@@ -196,9 +197,9 @@ def _profile(updates: Updates, mean: float) -> float:
 
 
 def too_few(ran: int, missing: int, seeds: int, asked: int, budget: str | None) -> str:
-    """Describe that runs with this many seeds are too few for USE, and what to change.
+    """Describe that runs with ``ran`` seeds are too few for USE, and what to change.
 
-    ``seeds`` of the ``asked`` ones differ; ``budget`` is a setting with room for the ``missing`` runs.
+    ``seeds`` of the ``asked`` seeds give different runs. ``budget``: a setting with room for the ``missing`` runs.
     """
     if seeds < asked:
         what = f"the script ignores {SEED}, from which it should take its seed"
@@ -212,25 +213,24 @@ def too_few(ran: int, missing: int, seeds: int, asked: int, budget: str | None) 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
-    """Relative number of additional steps that local training needs to the target at an untried K.
+    """Penalty of local steps: how many more steps to the target training needs at an untried K.
 
-    The mean of parameters that have drifted for K - 1 steps is worse than that of parameters that were
-    averaged in each of them, and the bounds on it grow with K - 1 (Stich, arXiv 1805.09767, theorem 2.2). So
-    steps at K are those of synchronous training times ``1 + c (K - 1)``, with ``c`` from least squares over
-    the measured ratios. A training run that did not arrive counts as needing all its steps, so ``c`` is then
-    a lower bound.
+    Parameters that drift apart for K - 1 steps have a worse mean than parameters averaged after every step, and
+    bounds on the difference grow with K - 1 (Stich, arXiv 1805.09767, theorem 2.2). So steps at K are those of
+    synchronous training times ``1 + c (K - 1)``, with ``c`` from least squares over the measured ratios. A run
+    that did not arrive counts as needing all its steps, so ``c`` is then a lower bound.
     """
 
     c: float
-    """Relative increase per additional local step between two averagings."""
+    """Relative increase of the steps to the target per additional local step in a round."""
     half: float | None
-    """Half the 90 % interval of ``c``; none if it comes from a single run."""
+    """Half the 90 % interval of ``c``; None if ``c`` comes from a single run."""
     largest: int
     """Largest K that was run; beyond it, ``ratio`` is an extrapolation."""
 
     @classmethod
     def of(cls, ratios: Mapping[int, Sequence[float]]) -> Self | None:
-        """Fit the penalty to ratios by K, one per seed; none without any K above 1."""
+        """Fit the penalty to ratios of steps to the target by K, one per seed; None without a K above 1."""
         pairs = [(k - 1, ratio - 1) for k, own in ratios.items() if k > 1 for ratio in own]
         if not pairs:
             return None
@@ -243,11 +243,11 @@ class Penalty:
         return cls(c, half, int(x.max()) + 1)
 
     def ratio(self, k_steps: int) -> float:
-        """Return the ratio at K; at least a tenth, because no straight line is credible below that."""
+        """Return the ratio of steps at K; at least a tenth, because no straight line is credible below that."""
         return max(0.1, 1 + self.c * (k_steps - 1))
 
     def at(self, levels: Sequence[int]) -> Ratios:
-        """Return the curve at some K."""
+        """Return a note with the ratios at the values of K in ``levels``."""
         interval = "one run, no interval" if self.half is None else f"90 % interval +-{100 * self.half:.2g} %"
         what = f"steps to the target, {100 * self.c:.2g} % more with each local step ({interval}; run up to K = {self.largest})"
         return Ratios(what=what, ratios={f"K = {k}": self.ratio(k) for k in levels if k > 1})

@@ -61,17 +61,17 @@ def tune(
     """Recommend a strategy for an experiment, or a user's script, and return it with its folder.
 
     For a script, ``asked`` defines how to search and decide, and may set a target; the workload and the
-    number of trainers are found out.
+    number of trainers are those that the script reports.
 
     The folder holds ``recommended.toml``, ``recommendation.json``, ``experiment.toml``, ``evidence.json`` and
     ``runs/``; the strategy is also stored for ``strategy.auto``. ``earlier``: the folder of a tuning whose
     valid results are not measured again. ``progress`` receives the current stage and its progress; ``begun``
-    is called when an interruption would leave something. ``runner`` and ``simulate`` replace the processes
-    and the simulator; virtual trainers are then not used.
+    is called as soon as the tuning could be resumed after an interruption. ``runner`` and ``simulate`` replace
+    the processes and the simulator; with ``simulate``, virtual trainers are not used.
 
-    Raises ``ConfigError`` for what cannot be executed or is being tuned by another process, and
-    ``WorkerFailed`` for processes that die. An interrupted tuning continues after its last complete leg when
-    the same is tuned again below the same ``out``.
+    A call with the same arguments and ``out`` continues an interrupted tuning after its last complete leg.
+    Raises ``ConfigError`` if something cannot be executed or another process tunes the same, and
+    ``WorkerFailed`` if processes die.
     """
     _refuse(asked, is_real=script is None and runner is None)
     began = time.monotonic()
@@ -86,7 +86,7 @@ def tune(
             recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, before)
     except LegLost:  # another try on this machine may succeed
         raise
-    except LegFailed:  # the default's own: what is fixed need not show in a script's file
+    except LegFailed:  # the default's: its fix may be outside of the files in the folder's digest, so nothing is resumed
         folder.discard()
         raise
     experiment = job.experiment
@@ -106,7 +106,7 @@ def store(experiment: Experiment, recommendation: Recommendation, out: Path) -> 
 
 
 def _refuse(asked: Experiment, *, is_real: bool) -> None:
-    """Raise ``ConfigError`` for what cannot get a verdict, before anything is started."""
+    """Raise ``ConfigError`` if the experiment cannot get a verdict, before anything is started."""
     if asked.strategy.mode == "ps":
         refuse_unpriced(asked)
     if asked.tune.metric is not None and asked.workload.target_loss is None:
@@ -122,9 +122,9 @@ def _refuse(asked: Experiment, *, is_real: bool) -> None:
 
 
 def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Evidence, list[Note]]:
-    """Return the evidence of a resumed or an earlier tuning, with what has changed since.
+    """Return the evidence to start with, from the interrupted or the earlier tuning, and notes about changes.
 
-    The tuning's folder stores the evidence.
+    Unless the tuning is resumed, its folder is begun.
     """
     known = None if folder.experiment() is None else folder.evidence()
     inherited, notes = Evidence(), list[Note]()
@@ -150,7 +150,7 @@ def _measured(
     simulate: Simulate | None,
     earlier: Earlier | None,
 ) -> tuple[Recommendation, RealRuns]:
-    """Search, ask virtual trainers, and verify; with notes of the search and the profile."""
+    """Search, ask virtual trainers, and verify; return the recommendation and the real runs."""
     experiment = job.experiment
     found, step_s = _search(experiment, simulate, out, stage(progress, "search {} strategies"))
     ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress, earlier)
@@ -159,7 +159,7 @@ def _measured(
     simulated: dict[DistributedStrategy, RunResult] = {}
 
     def prepared(arm: Arm) -> Arm:
-        """With what its legs run, and simulated steps of a leg's length."""
+        """Complete an arm with the strategy of its legs, and with seconds per step from a simulated leg."""
         priced = _priced(arm, ways, experiment)
         workload = dataclasses.replace(experiment.workload, steps=leg_steps_of(experiment))
         run = (simulate or in_simulator)(experiment.replace(strategy=priced.timed, workload=workload))
@@ -189,14 +189,14 @@ def _measured(
         caveat=ways.said_beside(recommendation.strategy),
         told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
     )
-    for one in (*found.tried, *ways.others):  # other learning rates share another's seconds
+    for one in (*found.tried, *ways.others):  # strategies that differ only in learning rate share the simulated seconds
         step_s.values.setdefault(one.strategy, (one.simulated_s, 0.0))
     step_s.save(folder.path / "study.journal", experiment.name, lambda strategy: _of_trial(strategy, recommendation, ways))
     return recommendation, runs
 
 
 def _of_trial(strategy: DistributedStrategy, found: Recommendation, ways: Ways) -> dict[str, str | float | None]:
-    """Return what a tuning reports about a simulated strategy."""
+    """Return the attributes of a strategy's trial in ``study.journal``."""
     arm = next((arm for arm in found.arms if arm.strategy == strategy), None)
     ran = None if arm is None else arm.rejected or ("recommended" if strategy == found.strategy else "not recommended")
     steps = ways.weight(strategy) if way_of(strategy) in ways.updates else None
@@ -212,7 +212,7 @@ def _ways(
     progress: Progress | None,
     earlier: Earlier | None,
 ) -> Ways:
-    """Price ways of training by virtual trainers; the seeds that choose a way are not those that prove it."""
+    """Price ways of training by virtual trainers, with other seeds than those of the real runs that prove a gain."""
     first, known = seeds_of(experiment).stop, None if earlier is None else earlier.learnt
     ways = price_ways(experiment, found, step_s, learn, out, stage(progress, "virtual trainers"), known, first)
     if learn is None or not ways.updates:
@@ -227,7 +227,10 @@ def _ways(
 def _search(
     experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None
 ) -> tuple[Search, Recorded]:
-    """Return the simulated trials, and what simulates another one; with servers the modes, without advice."""
+    """Simulate strategies; return the results, and the function that simulates another strategy.
+
+    With parameter servers or sharding, a list of strategies replaces search space and advice.
+    """
     short = shortened(experiment)
     step_s = Recorded(step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy))))
     if experiment.strategy.mode == "ps":
@@ -241,7 +244,7 @@ def _search(
 
 
 def _of_profile(experiment: Experiment) -> tuple[Remark, ...]:
-    """Return notes about other training, a busy machine, and times without their stragglers."""
+    """Return notes about the profile: gradient noise, a busy machine, and layer times that exclude stragglers."""
     profile = profile_of(experiment)
     if profile is None:
         return ()
@@ -250,7 +253,7 @@ def _of_profile(experiment: Experiment) -> tuple[Remark, ...]:
 
 
 def cost_of(found: Recommendation, took_s: float, replayed: int, held_s: float | None) -> Cost:
-    """Return what a tuning of ``took_s`` seconds cost, and what its recommendation saves."""
+    """Return what a tuning of ``took_s`` seconds cost, and when its recommendation pays off."""
     saved_s = statistics.fmean(pair.default_s - pair.finalist_s for pair in found.pairs) if found.verdict == "USE" else 0.0
     return Cost(
         took_s=took_s,
@@ -261,15 +264,14 @@ def cost_of(found: Recommendation, took_s: float, replayed: int, held_s: float |
 
 
 def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
-    """Return simulated step time over the default's, for the search's different strategies and the advice.
+    """Return the simulated step time over the default's of each different strategy of the search.
 
-    If virtual trainers have priced the ways of training, it is the time to the target, for all ways that
-    arrive.
+    If virtual trainers have priced the ways, it is the time to the target, for the ways that arrive.
     """
     default, tried = found.default, [found.default, *([] if found.advice is None else [found.advice]), *found.ranked]
     if not ways.updates:
         return {one.strategy: one.simulated_s / default.simulated_s for one in tried}
-    rates = dict.fromkeys((default.strategy.lr_scale, *(one.strategy.lr_scale for one in ways.others)))  # the search has one alone
+    rates = dict.fromkeys((default.strategy.lr_scale, *(one.strategy.lr_scale for one in ways.others)))  # the search has only the default's
     of_all = {one.strategy.replace(lr_scale=rate): one for one in tried for rate in rates} | {one.strategy: one for one in ways.others}
     by_way = {way_of(strategy): strategy for strategy in of_all}
     weights = {way: ways.weight(one) / ways.default_steps for way, one in by_way.items() if way in ways.updates and ways.arrives(one)}
@@ -278,7 +280,7 @@ def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
 
 
 def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm], list[Note]]:
-    """Return the default, Fleet's advice, the best candidates, and ways that only real runs can price."""
+    """Return the arms, with notes: default, Fleet's advice, best candidates, and ways that only real runs can price."""
     chosen, finalists = [(DEFAULT, found.default)], experiment.tune.finalists
     notes = [*ways.notes]
     if found.advice is not None and found.advice.key != found.default.key:
@@ -299,17 +301,17 @@ def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
 
 
 def _name(run: RunResult) -> str:
-    """Return the folder name of a stored simulated run, for comparison with real ones."""
+    """Return the name of the folder of a stored run."""
     assert run.path is not None
     return run.path.name
 
 
 def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
-    """Return Fleet's advice on the experiment's strategy; rules that it cannot measure are listed.
+    """Return Fleet's advice on the experiment's strategy, and list the rules that a tuning cannot measure.
 
     A rule that changes compute needs a layer table of its own in the profile. Local SGD needs a target that
-    prices what it costs in loss, and a first decay within the steps that are measured. ``table`` is that of
-    the experiment's own strategy.
+    prices its cost in loss, and a first decay of the learning rate within the measured steps. ``table``: layer
+    table of the experiment's own strategy.
     """
     size = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
     base, device = experiment.strategy, experiment.run.device

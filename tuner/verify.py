@@ -1,4 +1,4 @@
-"""Verify: ask what to run, run it, add the result, until there is a verdict."""
+"""Verify: runs what the decision requests, and adds the results to the evidence, until there is a verdict."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def verify(
     others: Mapping[DistributedStrategy, float] | None = None,
     prepare: Callable[[Arm], Arm] = lambda arm: arm,
 ) -> Recommendation:
-    """Measure until there is a verdict on the arms, the default first, and on some of the ``others``.
+    """Run legs until there is a verdict on the arms, of which the first is the default.
 
-    ``others`` and ``prepare``: see ``Setting``. The recommendation does not contain the search yet. Raises as
-    ``decide`` and the runner.
+    Some of the ``others`` may become arms; for these and ``prepare`` see ``Setting``. The recommendation does
+    not contain the search yet. Raises the errors of ``decide`` and of the runner.
     """
     setting = Setting(experiment=experiment, arms=tuple(arms), others=others or {}, prepare=functools.cache(prepare), step_s=runs.step_s)
     tell, ranked, seeds, pairs = progress or (lambda *_: None), list[str](), set[int | None](), 0
@@ -55,7 +55,7 @@ def verify(
 
 
 def measured_pairs(experiment: Experiment, strategy: DistributedStrategy, runs: RealRuns) -> list[Pair]:
-    """Return ``tune.pairs`` fresh pairs of the experiment's own strategy and another, without void ones."""
+    """Run ``tune.pairs`` fresh pairs of the experiment's own strategy and another; return those that are not void."""
     other, default = (Arm(name=name, strategy=one, simulated_s=0.0) for name, one in (("other", strategy), (DEFAULT, experiment.strategy)))
     while True:
         ledger = Ledger(experiment, runs.evidence, runs.step_s)

@@ -1,11 +1,11 @@
-"""Ways of training: steps that each needs to the target, by virtual trainers, before processes start.
+"""Ways of training: number of steps that each needs to the target, by virtual trainers, before real runs.
 
 Bucket sizes and communicators change the seconds per step; local steps, an outer optimizer and merged
 gradients change the number of steps. A strategy promises the product; real runs decide, with other seeds.
 
-Ways outside the search space use the fastest timing knobs that the search found for as many local steps.
-Rounds of adaptive K, and local steps that begin late, vary: their seconds are those of fixed rounds that
-synchronise as often on the way to the target (``Ways.levels``).
+Ways outside the search space use the fastest timing knobs that the search found for the same number of local
+steps. With adaptive K, or local steps that begin late, the length of rounds varies. Seconds per step are then those
+of fixed rounds that synchronise as often on the way to the target (``Ways.levels``).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from tuner.space import name_of, way_of
 from tuner.to_target import Updates
 
 _Change = tuple[DistributedStrategy, dict[str, Any]]
-"""A strategy, and the changes to it."""
+"""A strategy, and changes to its fields."""
 OUTER: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 """DiLoCo's outer optimizer (arXiv 2311.08105, section 3)."""
 REFINED: tuple[dict[str, Any], ...] = (
@@ -40,12 +40,12 @@ REFINED: tuple[dict[str, Any], ...] = (
     {"overlap_steps": 1},
     {"fragments": 2, "overlap_steps": 1},
 )
-"""Changes to the best way with local steps that are tried, one after the other."""
+"""Changes that are tried, one after the other, on the best way with local steps."""
 RATES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Values of ``lr_scale`` that may be tried if ``tune.lr_scale`` is empty."""
 SLACK = 2.0
-"""Factor on the default's seconds to the target with one seed, after which a run is given up: other seeds may
-differ."""
+"""Factor on the default's seconds to the target after which the run of another way is given up: above 1, because other
+seeds may differ."""
 NOTICED = 0.9
 """Share of the default's steps below which another learning rate is worth a note, and is used for other
 ways."""
@@ -59,30 +59,30 @@ class Ways:
     """Results of virtual trainers for the ways of training in the search, and for others."""
 
     updates: Mapping[Way, tuple[float | None, ...]] = field(default_factory=dict)
-    """Steps to the target by seed, for each ``way_of``; none if it does not arrive. Empty if nothing is
-    known."""
+    """Number of steps to the target by seed, for each way of training (``way_of``); None if the run does not arrive.
+    Empty if nothing is known."""
     others: tuple[Tried, ...] = ()
     """Strategies of ways outside of the search space."""
     notes: tuple[Note, ...] = ()
     steps: int = 0
-    """Number of steps after which a run ends."""
+    """Largest number of steps of a run."""
     own: Way = ()
-    """Way of the default."""
+    """The default's way of training."""
     learnt: Mapping[str, Reached] = field(default_factory=dict)
-    """Results that a later tuning need not train again, by key."""
+    """Results of training runs, by key, which a later tuning need not repeat."""
     paces: Mapping[Way, float] = field(default_factory=dict)
     """Mean number of steps per round, for ways with varying rounds."""
     caveat: str | None = None
-    """Note for the verdict's line: nothing is known to arrive."""
+    """Note for the verdict's line if no way of training reaches the target."""
     rated: DistributedStrategy | None = None
-    """The default with a learning rate with which it needs fewer steps."""
+    """The default at another learning rate at which it needs fewer steps; None if none is known."""
     lr_scale: float = 1.0
-    """Learning-rate factor of the experiment."""
+    """Learning-rate factor (``lr_scale``) of the experiment's own strategy."""
     in_vain: bool = False
-    """Whether virtual trainers trained, and only the default's way is known to arrive."""
+    """Whether virtual trainers trained in vain: no way arrives, or the default or all others could not be trained."""
 
     def said_beside(self, strategy: DistributedStrategy) -> str | None:
-        """Return the end of a verdict: the ``caveat``, and the effect of only changing the learning rate."""
+        """Return the text that ends a verdict: the ``caveat``, and the gain from the learning rate alone, if any."""
         if self.rated is None or way_of(strategy) == way_of(self.rated):
             return self.caveat
         own, rated = (self.updates[way] for way in (self.own, way_of(self.rated)))
@@ -91,18 +91,18 @@ class Ways:
         return "; ".join(filter(None, (self.caveat, f"lr_scale = {self.rated.lr_scale:g} alone brings {times} ({steps})")))
 
     def seconds(self, tried: Tried) -> float | None:
-        """Return simulated seconds to the target, or per step if no ways are known.
+        """Return a strategy's simulated seconds to the target, or per step if no ways are known.
 
-        None if its way is not known to arrive.
+        None if its way of training is not known to arrive.
         """
         return self.weight(tried.strategy) * tried.simulated_s if self.arrives(tried.strategy) else None
 
     def levels(self, strategy: DistributedStrategy, workload: Workload | None = None) -> Levels:
-        """Return the strategies with its seconds per step: itself, or fixed rounds that synchronise as often.
+        """Return strategies, with their shares, whose mean seconds per step are those of ``strategy``.
 
-        The latter are used if rounds were observed on the way to the target; with a ``workload`` also for a
-        schedule, over all of its steps. They have the experiment's learning rate, which does not affect
-        times: a too high rate would make a running script's losses infinite.
+        They are the strategy itself or, if its rounds vary, fixed rounds that synchronise as often: as observed
+        on the way to the target or, with a ``workload``, as scheduled over all of its steps. They have the
+        experiment's learning rate: too high a rate would make a script's losses infinite.
         """
         pace, strategy = self.paces.get(way_of(strategy)), strategy.replace(lr_scale=self.lr_scale)
         if pace is not None:
@@ -110,11 +110,11 @@ class Ways:
         return ((strategy, 1.0),) if workload is None else levels(strategy, workload.steps, workload.steps_per_epoch)
 
     def step_s(self, strategy: DistributedStrategy, measure: StepS) -> float:
-        """Return the seconds per step by ``measure``, which times one kind of rounds."""
+        """Return a strategy's seconds per step: the mean of ``measure`` over its ``levels``, by share."""
         return math.fsum(share * measure(one) for one, share in self.levels(strategy))
 
     def weight(self, strategy: DistributedStrategy) -> float:
-        """Return steps to the target: the default's mean over seeds, others by their mean ratio to it.
+        """Return the number of steps to the target: ``default_steps`` times the mean ratio to the default over seeds.
 
         1 if no ways are known.
         """
@@ -125,11 +125,11 @@ class Ways:
 
     @property
     def default_steps(self) -> float:
-        """Mean of the default's steps over seeds; seeds that do not arrive count with all steps."""
+        """Mean number of the default's steps to the target; a seed with which it does not arrive counts ``steps``."""
         return statistics.fmean(self.steps if one is None else one for one in self.updates[self.own])
 
     def ratios(self, strategy: DistributedStrategy) -> Updates | None:
-        """Return how many fewer steps its way needs than the default's, by seed.
+        """Return ratios of steps to the target by seed, default over the strategy's way of training.
 
         None for the default's own way, or if no ways are known.
         """
@@ -138,7 +138,7 @@ class Ways:
         return Updates.of_runs(self.updates[self.own], self.updates.get(way, ()), self.steps)
 
     def arrives(self, strategy: DistributedStrategy) -> bool:
-        """Whether its way arrives at least as often as the default's with the same seeds.
+        """Whether the strategy's way arrives at least as often as the default's with the same seeds.
 
         The default's own way always counts as arriving.
         """
@@ -156,11 +156,11 @@ def price_ways(
     known: Mapping[str, Reached] | None = None,
     seed: int | None = None,
 ) -> Ways:
-    """Train the ways of the search, and others, virtually, largest K first, within ``tune.search_seconds``.
+    """Train the ways of the search, and others, with virtual trainers within ``tune.search_seconds``.
 
-    Nothing is known if ``learn`` is none, no loss is learnt, or no way arrives as early as the default's; or
-    for a user's script, whose ``others`` need real runs. ``known``: results of an earlier tuning; ``seed``
-    replaces ``run.seed``.
+    The default is trained first, then the largest K. ``updates`` is empty if ``learn`` is None, if there is no loss
+    or too little time, if no way arrives, if the default or all others could not be trained, or for a user's
+    script, whose ``others`` need real runs. ``known``: results of an earlier tuning. ``seed`` replaces ``run.seed``.
     """
     workload, run = experiment.workload, experiment.run
     if workload.target_loss is not None and run.launcher == "command":
@@ -203,11 +203,11 @@ def price_ways(
 
 
 def _train(tried: Sequence[Tried], varying: Sequence[DistributedStrategy], trained: Trainings, tune: Tune) -> tuple[list[Tried], float]:
-    """Train the default's way, the first, at several learning rates, then others, the best at several.
+    """Train the first way, the default's, at several learning rates; then the others, the best at several rates.
 
     Others are trained at the default's best rate, or at the experiment's if they do not arrive, or have an
-    outer optimizer, which multiplies it. A run is given up if the default would arrive much sooner. Returns
-    the ways with each rate at which they arrive, except the default's own; and the default's best rate.
+    outer optimizer, which multiplies it. A run is given up if the default would arrive much sooner. Return the
+    ways at each rate at which they arrive, without the default at its own rate; and the default's best rate.
     """
     default, *others = tried
     rates, own = tune.lr_scale or RATES, default.strategy
@@ -233,7 +233,7 @@ def _train(tried: Sequence[Tried], varying: Sequence[DistributedStrategy], train
 
 
 def _refined(known: Sequence[Tried], trained: Trainings, step_s: StepS) -> list[Tried]:
-    """Return the best way with local steps, refined with another outer rate, momentum or overlap."""
+    """Try the changes of ``REFINED`` on the best way with local steps; return the improved way, if any."""
 
     def seconds(tried: Tried) -> float:
         return (trained.steps(tried.strategy) or math.inf) * tried.simulated_s
@@ -258,7 +258,7 @@ def _refined(known: Sequence[Tried], trained: Trainings, step_s: StepS) -> list[
 
 
 def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:
-    """Add ways with varying rounds, timed with fixed rounds that synchronise as often."""
+    """Return ``ways`` and the ways with varying rounds, timed by fixed rounds that synchronise as often."""
     paces = {way_of(one): arrival.k for one in arriving if (arrival := arrivals[way_of(one)]) is not None}
     paced_ways = dataclasses.replace(ways, paces=paces)
     paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s))
@@ -281,11 +281,11 @@ def over_seeds(
     *,
     limit_s: float,
 ) -> Ways:
-    """Return the ways of the strategies, and the default's, with as many seeds as ``limit_s`` allows.
+    """Train the ways of ``strategies``, and the default's, with as many ``seeds`` as ``limit_s`` seconds allow.
 
-    A way that has lost the target again when the default arrives does not count as arriving; for such ways,
-    all are also trained at the experiment's rate. Results of other ways, with one seed each, are dropped: the
-    luckiest of them would beat those of several seeds.
+    A way that has lost the target again when the default arrives does not count as arriving. Because of such
+    ways, all strategies are also trained at the experiment's learning rate. Results of other ways, with one seed
+    each, are dropped: the luckiest of them would beat the means over several seeds.
     """
     if not ways.updates:
         return ways
@@ -315,7 +315,7 @@ def over_seeds(
 
 
 def _in_words(steps: Sequence[float | None]) -> str:
-    """Describe steps of one way over seeds: mean and range, and how many arrive if some do not."""
+    """Describe the steps of one way over seeds: mean, range, and how many runs arrive if some do not."""
     arrived = [one for one in steps if one is not None]
     if not arrived:
         return "never"
@@ -334,24 +334,25 @@ def is_trainable(experiment: Experiment) -> bool:
     """Whether virtual trainers can reach a target within ``tune.search_seconds``, or have a GPU for it."""
     if not learns(experiment):
         return False
-    import torch  # which a search without a target does not need
+    import torch  # imported here because a search without a target does not need it
 
     has_gpu = experiment.run.device == "cuda" and torch.cuda.is_available()
     return has_gpu or _least_s(experiment) <= experiment.tune.search_seconds
 
 
 def _least_s(experiment: Experiment) -> float:
-    """Return the approximate least seconds to a target: all trainers' steps until enough evaluations."""
-    from sim.learning.prepared import step_flops  # torch, which a search without a target does not need
+    """Return the approximate least seconds to a target: the time of all trainers' steps until enough evaluations."""
+    from sim.learning.prepared import step_flops  # imports torch, which a search without a target does not need
 
     steps = experiment.run.warmup_steps + HITS_IN_A_ROW * experiment.workload.eval_every
     return steps * experiment.cluster.trainers * step_flops(experiment.workload) / _CORE_FLOPS_S
 
 
 def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS) -> tuple[list[Tried], list[Note]]:
-    """Return an outer optimizer for each searched K, and merged gradients, each with its leader's knobs.
+    """Return ways outside the search space, with the knobs of their ``leaders``, and notes about failures.
 
-    Return none if the experiment has either. Also return notes about what cannot be simulated.
+    They are an outer optimizer for each searched K that has none, and merged gradients, unless the default has
+    these or local steps.
     """
     tune, changes = experiment.tune, list[_Change]()
     if experiment.strategy.mode == "ps":
@@ -367,9 +368,9 @@ def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS)
 
 
 def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[DistributedStrategy]:
-    """Return adaptive K from the largest searched K, by two rules that follow the loss, and late local steps.
+    """Return strategies with varying rounds: adaptive K, and local steps from the first learning-rate decay on.
 
-    Late local steps begin at the first decay of the learning rate.
+    Adaptive K starts from the largest searched K, by two rules that follow the loss.
     """
     tune, decays = experiment.tune, experiment.workload.lr_decay
     averaged = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
@@ -387,9 +388,10 @@ def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[Distr
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
-    """Return an outer optimizer for the K with the fastest steps, and for the next larger K (or 2 K).
+    """Return the ways of a user's script that real runs try.
 
-    Also return the learning rates of ``tune.lr_scale`` with the default and with that K.
+    They are an outer optimizer for the K with the fastest steps and for the next larger K (or 2 K), and the
+    learning rates of ``tune.lr_scale`` with the default and the fastest K.
     """
     local = [tried for tried in (found.default, *found.ranked) if tried.strategy.localsgd]
     fastest = min(local, key=lambda tried: tried.simulated_s, default=found.default).strategy
@@ -411,7 +413,7 @@ def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
 
 
 def _simulated(changes: Sequence[_Change], step_s: StepS) -> tuple[list[Tried], list[Note]]:
-    """Simulate changed strategies; return notes about those that cannot be."""
+    """Simulate strategies with changes; return them, and notes about those that cannot be simulated."""
     found, refused = list[Tried](), list[Note]()
     for leader, changed in changes:
         try:
@@ -423,17 +425,14 @@ def _simulated(changes: Sequence[_Change], step_s: StepS) -> tuple[list[Tried], 
 
 
 def _better_rated(ways: Ways, rated: Sequence[DistributedStrategy]) -> DistributedStrategy | None:
-    """Return the default with the learning rate that needs the fewest steps.
-
-    None if it is not worth a note.
-    """
+    """Return the default at the learning rate with the fewest steps, or None if it is not worth a note."""
     best = min(filter(ways.arrives, rated), key=ways.weight, default=None)
     is_noticed = best is not None and (not any(ways.updates[ways.own]) or ways.weight(best) < NOTICED * ways.default_steps)
     return best if is_noticed else None
 
 
 def _notes(trained: Trainings) -> list[Note]:
-    """Return notes about the steps of each way, by learning rate, and about what was not tried."""
+    """Return notes about the steps of each way, by learning rate, and about ways that were not trained."""
     run, workload, strategies = trained.seeded.run, trained.seeded.workload, trained.strategies
     taken: dict[str, list[str]] = {}
     for way, one in trained.arrivals.items():

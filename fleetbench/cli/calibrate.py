@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "calibrate", "fit an experiment to measured times, or forecast more GPUs from a few", run)
     add_experiment(parser)
     parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or the output of nccl-tests or osu_allreduce")
@@ -58,7 +58,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fit, print the result, and write the calibrated experiment; or forecast larger sizes."""
+    """Fit parameters, print them, and write the calibrated experiment; or forecast larger sizes."""
     from tuner.calibrate.cells import read_cells
 
     if arguments.gpus is None:

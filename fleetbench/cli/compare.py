@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_NAMED = 3
-"""Largest number of values that name a line of a picture."""
+"""Largest number of settings in the label of a run."""
 _NAMES = {
     "step": "step",
     "compute": "  compute",
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "compare", "compare two runs; a simulated and a real one step by step", run)
     parser.add_argument("a", type=Path, metavar="A", help="a run folder")
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
-    """Write the picture, a PNG.
+    """Draw the losses of the runs as a PNG.
 
-    Runs that differ only in their purpose, such as the seed, and in their end share a line.
+    Runs of one executor with equal ``_conditions``, such as runs with different seeds, share a line.
     """
     from fleetbench.report import figures
 
@@ -103,7 +103,7 @@ def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
 
 
 def _table(runs: Sequence[RunResult]) -> Table:
-    """Return a table of where and when the losses of each run end, with one row per run."""
+    """Return a table with one row per run: step time, steps and time to the target, and final loss."""
     table = new_table("all runs", "run", "seed", "step", "steps to target", "time to target", "final loss")
     for run, label in zip(runs, _labels(runs), strict=True):
         own = run.summary
@@ -113,13 +113,15 @@ def _table(runs: Sequence[RunResult]) -> Table:
 
 
 def _conditions(run: RunResult) -> dict[str, Any]:
-    """Return the settings that affect the losses and times of a run, except its seed and its end."""
+    """Return the settings that distinguish lines: all except name, number of steps, profile, and most of ``[run]``."""
     rows = dict(flat(encode(run.experiment)))
-    return {key: value for key, value in rows.items() if not key.startswith(("run.", "name", "workload.steps", "workload.profile"))}
+    kept = ("run.device", "run.backend", "run.launcher")
+    left = ("name", "workload.steps", "workload.profile")
+    return {key: value for key, value in rows.items() if key in kept or not (key in left or key.startswith("run."))}
 
 
 def _labels(runs: Sequence[RunResult]) -> list[str]:
-    """Return labels: the executor and the values that differ; the folder instead if these are too many."""
+    """Return each run's label: its executor and the settings that differ, or its folder if too many differ."""
     conditions = [_conditions(run) for run in runs]
     keys = [
         key for key in dict.fromkeys(key for each in conditions for key in each) if len({repr(each.get(key)) for each in conditions}) > 1
@@ -133,7 +135,7 @@ def _labels(runs: Sequence[RunResult]) -> list[str]:
 
 
 def _print_fidelity(fidelity: Figures) -> None:
-    """Print the differences, the errors, and the notes."""
+    """Print the differences of a simulated and a real run, the simulation's errors, and notes."""
     from fleetbench.report.fidelity import difference_text
 
     emit("")

@@ -23,7 +23,7 @@ _GIB = 2**30
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "doctor", "look at this machine: versions, cores, devices, network", run)
     network = "time the network between ranks on this machine, or between those that COMMAND, a launcher with its options, starts"
     parser.add_argument("--network", action="store_true", help=network)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Findings:
-    """Facts by section, parts that could not be examined, and likely problems."""
+    """Facts about a machine by section, parts that could not be examined, and likely problems."""
 
     sections: dict[str, dict[str, str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Examine this machine. Imports torch, which takes seconds."""
+    """Examine this machine. This imports torch, which takes seconds."""
     from fleetbench.store import versions
 
     findings = Findings(sections={"versions": versions()})
@@ -81,7 +81,7 @@ def examine() -> Findings:
 
 
 def look_at_host(findings: Findings) -> None:
-    """Add processor, cores, load and memory."""
+    """Add processor, cores, load and memory to the findings."""
     import psutil
 
     from fleetbench.store import machine
@@ -108,7 +108,7 @@ def look_at_host(findings: Findings) -> None:
 
 
 def quota(path: Path) -> float | None:
-    """Return the number of cores that the control group allows; none if there is no limit."""
+    """Return the number of cores that the control group allows; None if there is no limit."""
     try:
         limit, period = path.read_text(encoding="ascii").split()
         return int(limit) / int(period)
@@ -138,7 +138,7 @@ def _look_at_torch(findings: Findings) -> None:
 
 
 def _look_at_network(findings: Findings) -> None:
-    """Add interfaces, the host's name, and variables of the environment."""
+    """Add network interfaces, the host's name, and environment variables to the findings."""
     import psutil
 
     from fleetbench.environment import RECORDED

@@ -1,4 +1,4 @@
-"""``fleetbench doctor --network``: what links carry, what they should carry, and which variable to set."""
+"""``fleetbench doctor --network``: what links carry, what they should carry, and which variable to set, if any."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _emit_times(links: Links) -> None:
 
 
 def _emit_facts(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table of texts, which stays within 80 columns because its last column wraps."""
+    """Print a table of texts whose last column wraps, so that the table stays within 80 columns."""
     table = new_table(title, *columns, left=columns[-1:])
     table.columns[-1].max_width = 24
     for row in rows:

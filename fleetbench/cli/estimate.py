@@ -26,14 +26,14 @@ GPT_SIZES = {
     "2.7B": (32, 2560, 32),
     "6.7B": (32, 4096, 32),
 }
-"""Layers, hidden size and heads. Source: GPT-3, arXiv 2005.14165, table 2.1; the smallest, called 125M there,
-is GPT-2's."""
+"""Number of layers, hidden size and number of heads by name. Source: GPT-3, arXiv 2005.14165, table 2.1; the
+smallest, called 125M there, is GPT-2's."""
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "estimate", "layer times of a GPU that you do not have, for sim and tune --simulate-only", run)
     add_experiment(parser)
     parser.add_argument(
@@ -51,7 +51,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Estimate, write the folder, print the layers and the simulated step."""
+    """Estimate a profile, write its folder, and print the layers and the time of a step."""
     from fleetbench.hardware import gpu_name
     from real.estimate.script import estimate_script
     from real.estimate.step import estimate
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> Experiment:
-    """Return the experiment with ``device = "cuda"``, and the model and precision of the options."""
+    """Return the experiment with ``device = "cuda"``, and with the model and precision that options name."""
     if arguments.gpt is not None:
         layers, hidden, heads = _gpt(arguments.gpt)
         options = f"{{ layers = {layers}, hidden = {hidden}, heads = {heads} }}"
@@ -106,7 +106,7 @@ def _gpt(size: str) -> tuple[int, ...]:
 
 
 def said(experiment: Experiment, profile: Profile, gpu: str) -> str:
-    """Return lines with the step, its interval, the model's size, and the memory."""
+    """Return lines of text: time of a step with its interval, number of parameters, memory."""
     from fleetbench.hardware import gpu_named
 
     table, half, memory = profile.tables[0], profile.estimated or 0.0, profile.memory

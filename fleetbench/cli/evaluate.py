@@ -1,6 +1,7 @@
-"""``fleetbench evaluate``: an exported model's vectors over a data set, compared with those that a service returned.
+"""``fleetbench evaluate``: an exported model's outputs over a data set, compared with those of a service.
 
-A file of vectors is Parquet with the columns ``id`` (text or whole numbers) and ``vector`` (lists of float32 of one length).
+Outputs are stored as vectors: a Parquet file with the columns ``id`` (text or whole numbers) and ``vector``
+(lists of float32, all of one length).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOLERANCE = 1e-4
-"""Largest share by which a vector may differ: float32 sums in another order stay below it, half precision does not."""
+"""Default for the largest difference that passes, as a share. Sums of float32 in another order stay below it,
+half precision does not."""
 WORST = 10
 """Number of samples that a comparison lists."""
 
@@ -37,7 +39,7 @@ class Vectors(NamedTuple):
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "evaluate", "write an exported model's output over a data set; compare a service's", run)
     model = "what fleet.save_inference_model or torch.export.save wrote; or vectors that are there, in Parquet"
     parser.add_argument("model", type=Path, metavar="MODEL.pt2", help=model)
@@ -55,7 +57,10 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, compare, or both. Raises ``GateFailed``, after the table, for differences beyond the tolerance."""
+    """Evaluate, compare, or both.
+
+    Raises ``GateFailed`` for differences beyond the tolerance, after printing the comparison.
+    """
     if arguments.against is None and arguments.to is None:
         hint = "--to FILE.parquet keeps the vectors, --against ONLINE.parquet compares them"
         raise ConfigError("nothing is asked for", "evaluate", str(arguments.model), hint)
@@ -87,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluated(arguments: argparse.Namespace) -> Vectors:
-    """Return the exported model's outputs for the experiment's samples, in the data's own order, by their positions or their paths."""
+    """Return the exported model's outputs for the experiment's samples, in the order of the data.
+
+    The ids are the samples' positions or paths.
+    """
     import numpy as np
     import pandas as pd
     import torch
@@ -120,7 +128,7 @@ def evaluated(arguments: argparse.Namespace) -> Vectors:
 
 
 def write_vectors(path: Path, vectors: Vectors) -> None:
-    """Write vectors as Parquet, whole or not at all."""
+    """Write vectors to a Parquet file, atomically."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -130,7 +138,10 @@ def write_vectors(path: Path, vectors: Vectors) -> None:
 
 
 def read_vectors(path: Path) -> Vectors:
-    """Read a file of vectors. Raises ``ConfigError`` for other columns or types, several lengths, and an id that comes twice."""
+    """Read a file of vectors.
+
+    Raises ``ConfigError`` for other columns or types, vectors of several lengths, and an id that occurs twice.
+    """
     import pandas as pd
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -152,10 +163,12 @@ def read_vectors(path: Path) -> Vectors:
 
 
 def compare(offline: Vectors, online: Vectors, source: Path) -> pd.DataFrame:
-    """Return, by sample: the difference in the maximum norm and in the Euclidean one, as shares of the offline vector's, and its place.
+    """Return a table of the differences between both vectors, with one row per sample.
 
-    NaN where a number is not finite, and infinite where only the offline vector is zero. Raises ``ConfigError`` for samples that only
-    one side has, and for vectors of another length.
+    ``largest`` and ``euclidean`` are norms of the difference as shares of the offline vector's norm; ``at`` is
+    the index of the largest difference. A share is NaN if a number is not finite, and infinite if only the
+    offline vector is zero. Raises ``ConfigError`` for samples that only one
+    side has, and for vectors of different lengths.
     """
     import numpy as np
     import pandas as pd

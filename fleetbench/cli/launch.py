@@ -1,4 +1,4 @@
-"""``fleetbench launch``: starts a user's training script, one process per trainer, or prints how to do so."""
+"""``fleetbench launch``: starts a training script, one process per trainer, or prints a script that starts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS = ("slurm", "torchrun", "kubernetes")
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "launch", "start a training script on several processes", run)
     nproc = "number of trainers, all here; torchrun and srun start them on several nodes"
     parser.add_argument("--nproc", type=whole(1), metavar="N", help=nproc)

@@ -20,10 +20,10 @@ from fleetbench.name_clashes import refuse_strangers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
 _OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EPERM)
-"""Errors that the system may return to any program that writes files."""
+"""Error numbers that the system may return to any program that writes files."""
 
 _OF_THE_SCRIPT = ("script", "arguments", "command_line")
-"""Arguments that are passed on unchanged."""
+"""Names of the parsed arguments that are passed on to the user's script unchanged."""
 
 COMMANDS = (why, sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
@@ -97,11 +97,11 @@ def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
     not UTF-8.
     """
     try:
-        os.getcwd()  # noqa: PTH109  # as Path.cwd, of which only the error counts
+        os.getcwd()  # noqa: PTH109  # Path.cwd would do the same; only the error matters
     except FileNotFoundError:
         hint = "cd to an existing folder"
         raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
-    os.umask(mask := os.umask(0o077))  # there is no other way to read it
+    os.umask(mask := os.umask(0o077))  # the umask can only be read by setting it
     if mask & 0o700:
         raise EnvironmentLacks("shuts this user out of the files that it makes", "umask", f"{mask:03o}", "umask 022")
     for name, value in vars(arguments).items():

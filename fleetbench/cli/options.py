@@ -30,7 +30,7 @@ def add_command(commands: Commands, name: str, summary: str, run: Callable[[argp
 
 
 def add_experiment(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every command that executes an experiment."""
+    """Add the options that all commands with an experiment share."""
     parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT.toml", help="experiment file; default: the built-in quickstart")
     add_overrides(parser, "of the file, such as workload.batch_size=64")
     parser.add_argument("--seed", type=int, metavar="N", help="the same as --set run.seed=N")
@@ -56,12 +56,12 @@ def add_command_line(parser: argparse.ArgumentParser) -> None:
 
 
 def show_command(parser: argparse.ArgumentParser) -> None:
-    """Mention a trailing command in the usage; call it after adding all options."""
+    """Add a trailing command to the usage text; call it after adding all options."""
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [-- COMMAND ...]".replace("%", "%%")
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--json``: machine-readable output and nothing else on stdout."""
+    """Add ``--json``, which prints ``what`` as JSON, and nothing else, on stdout."""
     parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, and nothing else")
 
 
@@ -107,7 +107,8 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
     """Load the experiment with ``more`` overrides after those of the command line, and return notes about it.
 
-    If ``more``, a point of a sweep, has fewer nodes, settings of the missing nodes are dropped, with a note.
+    ``more`` is a point of a sweep. If it has fewer nodes, settings of the missing nodes are dropped, with a
+    note.
     """
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
@@ -127,9 +128,9 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
 
 
 def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
-    """Drop from undecoded data the settings of nodes that ``cluster.nodes=N`` no longer has, with a note.
+    """Drop the overrides of nodes that do not exist after the override ``cluster.nodes=N``, with a note.
 
-    ``nodes`` is the number of nodes in the file.
+    ``data`` is undecoded; ``nodes`` is the number of nodes in the file.
     """
     key, _, value = override.partition("=")
     for entry in data["cluster"].get("node_overrides", ()) if key == "cluster.nodes" and value.isdecimal() else ():
@@ -164,7 +165,7 @@ def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) 
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Print a warning once, not at every point of a sweep."""
+    """Print a warning only once, even if every point of a sweep causes it."""
     say(text)
 
 

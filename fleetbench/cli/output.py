@@ -39,7 +39,7 @@ def emit_table(table: RenderableType) -> None:
         """Console for titles, headings and cells that contain user-given names."""
 
         def render_str(self, text: str, **options: Any) -> Text:
-            """Render any string of a table."""
+            """Render a string of a table, with control characters escaped."""
             return super().render_str(printable(text, lines=False), **options)
 
     terminal, shown = sys.stdout.isatty(), io.StringIO()
@@ -49,12 +49,12 @@ def emit_table(table: RenderableType) -> None:
 
 
 def columns() -> int:
-    """Return the width of the terminal in columns; if stdout is no terminal, that of a table."""
+    """Return the width of the terminal in columns, or ``WIDTH`` if stdout is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
 
 
 def new_table(title: str, *columns: str, left: Collection[str] = (), show_header: bool = True) -> Table:
-    """Return an empty table: the first column and those in ``left`` hold text, the others numbers."""
+    """Return a table without rows. The first column and those in ``left`` hold text, the others numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", caption_justify="left", show_header=show_header)
@@ -64,7 +64,7 @@ def new_table(title: str, *columns: str, left: Collection[str] = (), show_header
 
 
 def echo(data: bytes) -> None:
-    """Pass a worker's output through to stdout as it comes."""
+    """Write a worker's output to stdout unchanged."""
     with _to_stdout():
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
@@ -82,7 +82,7 @@ def say(text: str) -> None:
 
 
 def hold_standard_files() -> None:
-    """Open the null device in place of closed standard files, whose numbers the next opened file would get.
+    """Open the null device in place of closed standard files, so that no other file gets their numbers.
 
     Characters that stdout's encoding lacks are printed as question marks. Raises ``EnvironmentLacks`` if
     stdout was closed.

@@ -39,7 +39,7 @@ _NO_SERVERS = (
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "profile", "measure layers, communication and stragglers here, for sim to read", run)
     add_experiment(parser)
     seconds = number("a number of seconds above zero", math.ulp(0.0))
@@ -57,7 +57,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the profile's folder, print the results and the simulated step."""
+    """Measure a profile, write its folder, and print the results."""
     if arguments.source is not None:
         return _fit_stragglers(arguments)
     arguments.command_line = arguments.command_line or your_script.command_of_job(arguments)
@@ -90,7 +90,7 @@ def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], bas
 
 
 def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
-    """Write a profile's folder, and print the results with further notes."""
+    """Write a profile's folder, and print the results and then ``said``."""
     from fleetbench.config import encode
     from fleetbench.experiment import Experiment
     from fleetbench.report.folder import save_profile
@@ -123,7 +123,7 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
 
 
 def _fit_stragglers(arguments: argparse.Namespace) -> int:
-    """Fit stragglers for ``--from``, and print them as an experiment file takes them."""
+    """Fit stragglers for ``--from``, and print them in the format of an experiment file."""
     for given, name in (
         (arguments.experiment, "EXPERIMENT.toml"),
         (arguments.overrides, "--set"),
@@ -156,7 +156,7 @@ def _as_toml(fit: StragglerFit, sources: Sequence[Path]) -> str:
 
 
 def print_profile(experiment: Experiment, profile: Profile) -> None:
-    """Print every part that was measured; of the tables, only the experiment's own."""
+    """Print all parts of a profile; of its layer tables, only the one for the experiment's settings."""
     table = own_table(experiment, profile)
     emit_table(layers_table(table))
     emit_table(costs_table(experiment, table, profile))
@@ -180,7 +180,7 @@ def print_profile(experiment: Experiment, profile: Profile) -> None:
 
 
 def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
-    """Return the table with the experiment's own settings."""
+    """Return the profile's layer table for the experiment's settings, or its first one."""
     from fleetbench.profile import compute_key
 
     return next((table for table in profile.tables if table.key == compute_key(experiment)), profile.tables[0])
@@ -219,7 +219,7 @@ def layers_table(table: LayerTable) -> Table:
 
 
 def own_update(experiment: Experiment, table: LayerTable) -> int:
-    """Nanoseconds of a trainer's update: of its shard, where the model is sharded."""
+    """Return the nanoseconds of a trainer's update, which covers only its shard if the model is sharded."""
     from fleetbench.plan.sharding import degree_of
 
     strategy = experiment.strategy
@@ -227,7 +227,7 @@ def own_update(experiment: Experiment, table: LayerTable) -> int:
 
 
 def costs_table(experiment: Experiment, table: LayerTable, profile: Profile) -> Table:
-    """What a step costs in all, and memory."""
+    """Return a table of the costs of a whole step, and of memory."""
     local = (
         ()
         if experiment.strategy.sharding

@@ -1,6 +1,6 @@
 """Progress on stderr, only from rank 0: bars on a terminal.
 
-Elsewhere nothing, or lines if a command takes minutes.
+Elsewhere nothing is shown, or lines for commands that take minutes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Stages = Callable[[str, int, int], None]
 
 @contextmanager
 def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
-    """Show one bar; yields its callback, or none if stderr is no terminal."""
+    """Show one bar, and yield the callback that advances it; see ``stages``."""
     with stages(lines=lines) as advance:
         yield None if advance is None else lambda done, total: advance(description, done, total)
 
 
 @contextmanager
 def stages(*, lines: bool = False) -> Iterator[Stages | None]:
-    """Show one bar per stage, in the order in which stages report; yields the callback, or none.
+    """Show one bar per stage, in the order in which stages report, and yield the callback that advances them.
 
-    ``lines``: print lines if there is no terminal.
+    If stderr is no terminal, the callback prints lines with ``lines``, and is None without. Other ranks than 0
+    get None.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if not (is_first and sys.stderr.isatty()):
@@ -57,12 +58,10 @@ def stages(*, lines: bool = False) -> Iterator[Stages | None]:
 
 @contextmanager
 def numbered(*names: str) -> Iterator[Stages | None]:
-    """Print a line for each finished stage, ``[2/4] search 83 strategies .....
+    """Print a line for each finished stage, such as ``[2/4] search 83 strategies ..... 31 s``.
 
-    31 s``; a terminal also shows a bar.
-
-    ``names``: first words of the stages, in order. Reports of an earlier or unknown stage count for the
-    current one.
+    A terminal also shows a bar. ``names`` are the first words of the stages, in order. Reports of an earlier or
+    unknown stage count for the current one.
     """
     if os.environ.get("RANK", "0") != "0":
         yield None
@@ -94,11 +93,11 @@ def numbered(*names: str) -> Iterator[Stages | None]:
 _TITLE = 36
 """Width of a stage's title including its dots, in columns."""
 _OFTEN_S = 2.0
-"""Least seconds between two lines of a stage, except its first and last."""
+"""Least time in seconds between two lines of a stage, except its first and last."""
 
 
 def _lines() -> Stages:
-    """Return a callback that logs the progress of a stage and how long the rest may take."""
+    """Return a callback that prints lines: the progress of a stage, and how long the rest may take."""
     begun: dict[str, tuple[int, float]] = {}
     told: dict[str, tuple[int, float]] = {}
 

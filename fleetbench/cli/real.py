@@ -1,4 +1,4 @@
-"""``fleetbench real``: how long does it take?"""
+"""``fleetbench real``: how long does an experiment take on real processes?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "real", "run an experiment on real processes: how long does it take?", run)
     add_experiment(parser)
     add_strategy(parser)
@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, store the run, print its summary next to the simulator's prediction."""
+    """Measure, store the run, and print its summary next to the simulator's prediction."""
     from real.processes.roles import role_of
 
     if (num := role_of(os.environ).trainers) > 1:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulated(experiment: Experiment) -> Summary | None:
-    """Simulate the same experiment; print the reason and return none if it cannot be simulated."""
+    """Return the summary of a simulation of the experiment; None, with a note, if it cannot be simulated."""
     from sim.run import simulate
 
     try:

@@ -11,7 +11,7 @@ from fleetbench.cli.output import emit
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "report", "write report.html for a run or a tuning", run)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run folder, or the folder of a tuning")
     add_json(parser, "the report's path")

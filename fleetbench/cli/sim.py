@@ -1,6 +1,6 @@
-"""``fleetbench sim``: how long will it take?
+"""``fleetbench sim``: how long will an experiment take?
 
-Several simulations with ``--seeds``, ``--what-if``, ``--sweep``.
+``--seeds``, ``--what-if`` and ``--sweep`` simulate several runs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 _COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
 _PER_TRAINER = (("tokens_per_s", "tokens/s/GPU", "{:,.0f}".format), ("mfu", "MFU", units.percent), ("memory_bytes", "memory", units.size))
-"""Columns about each trainer in a sweep, if known."""
+"""Columns of a sweep's table about one trainer: key, heading, and formatter of the values."""
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "sim", "simulate an experiment: how long will it take?", run)
     add_experiment(parser)
     add_strategy(parser)
@@ -76,7 +76,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, store the run, print its summary; or simulate several runs, and print their results."""
+    """Simulate a run, store it, and print its summary; or simulate several runs, and print their results."""
     if arguments.seeds is not None or arguments.what_if or arguments.sweep:
         return _run_several(arguments)
     experiment = _with_times(load_experiment(arguments), arguments)
@@ -113,9 +113,9 @@ def _learn(arguments: argparse.Namespace) -> Callable[..., Trajectory] | None:
 
 
 def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:
-    """Return the experiment with its layer times.
+    """Return the experiment with known layer times.
 
-    Settings that virtual trainers do not execute are refused before anything is measured.
+    With ``--loss``, settings that virtual trainers do not execute are refused before anything is measured.
     """
     if arguments.loss:
         from sim.learning.trajectory import learnt_from

@@ -31,7 +31,7 @@ TIMES = (
     ("wall_s", "whole run"),
     ("time_to_target_s", "time to target"),
 )
-"""A summary's figures in seconds, and their names in tables."""
+"""Keys of a summary's figures in seconds, with their labels in tables."""
 _COUNTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("samples_per_s", "samples per second", "{:,.0f}".format),
     ("bytes_sent_per_trainer", "sent per trainer", units.size),
@@ -42,7 +42,7 @@ _COUNTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
-    """Print one summary, or the simulated and the real one with the simulator's error."""
+    """Print the summary of one run, or those of a simulated and a real run, with the simulator's error."""
     has_losses = any(summary.loss_from is not None for summary in runs.values())
     said = (target_of(experiment) if has_losses else "") + experiment.cluster.said_of_stragglers
     emit_table(runs_table(runs, said))
@@ -76,7 +76,7 @@ def emit_node_bandwidth(cluster: Cluster) -> None:
 
 
 def _lateness(found: Mapping[str, float]) -> str:
-    """Describe how late the sleeps that stand for compute ended."""
+    """Describe how late emulated compute, which is sleep, ended."""
     spelled = {
         name: ", ".join(f"{key} {units.seconds(found[f'{name}_{key}'])}" for key in ("p50", "p95", "max")) for name in ("layer", "step")
     }
@@ -84,7 +84,7 @@ def _lateness(found: Mapping[str, float]) -> str:
 
 
 def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> str:
-    """Describe how busy servers were, and the staleness."""
+    """Describe how busy parameter servers were, and the staleness of gradients."""
     found = [f"busy {units.percent(load['utilisation'])} of the time"]
     if staleness:
         found.append(f"staleness {staleness['mean']:.3g} updates (p95 {staleness['p95']:g}, most {staleness['max']:g})")
@@ -92,14 +92,14 @@ def _servers(load: Mapping[str, Any], staleness: Mapping[str, float] | None) -> 
 
 
 def target_of(experiment: Experiment) -> str:
-    """Return the part of a heading about the target, or nothing."""
+    """Return the part of a heading that names the target loss; empty without a target."""
     return "" if experiment.workload.target_loss is None else f", target loss {experiment.workload.target_loss:g}"
 
 
 def runs_table(runs: Mapping[str, Summary], target: str = "") -> Table:
-    """Return a table with a column per run, below a heading with ``target``.
+    """Return a table with one column per run; ``target`` is the end of its heading.
 
-    With ``simulated`` and ``real``, a third column has the error of the simulated figure.
+    If the runs are ``simulated`` and ``real``, a third column has the error of the simulated figure.
     """
     any_run = next(iter(runs.values()))
     emulated = ", emulated compute" if any_run.emulated else ""

@@ -1,4 +1,4 @@
-"""``fleetbench testbed``: the experiment's cluster on one machine: is it as declared?"""
+"""``fleetbench testbed``: builds the experiment's cluster on one machine, and measures its links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "testbed", "build an experiment's cluster on this machine, and measure its links", run)
     add_experiment(parser)
     add_json(parser, "the findings")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def links_table(found: Mapping[str, Any]) -> Table:
-    """Return a table of every link in each direction, as declared and as measured."""
+    """Return a table with the declared and the measured rate of every link in each direction."""
     title = f"{found['hosts']} hosts: plain TCP over each link, all at once"
     columns = ("link", "direction", "declared", "expected payload", "measured payload", "error")
     table = new_table(title, *columns, left=("direction",))

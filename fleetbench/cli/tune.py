@@ -1,4 +1,4 @@
-"""``fleetbench tune``: what should I use? With ``--simulate-only``: what, on a cluster that I do not have?"""
+"""``fleetbench tune``: which strategy should I use? ``--simulate-only``: which one on a cluster that I do not have?"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ITEM: Any = {"initial_indent": "- ", "subsequent_indent": "  ", "break_on_hyphe
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "tune", "search the simulator, check with real runs, recommend: what should I use?", run)
     add_experiment(parser)
     add_strategy(parser)
@@ -59,7 +59,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, write the report, print the verdict and the folder. KEEP DEFAULT counts as success."""
+    """Tune, write the report, and print the verdict and the folder. KEEP DEFAULT also exits with 0."""
     if _asks_for_simulations(arguments):
         if arguments.earlier is not None:
             raise ConfigError("does not go with --simulate-only, which measures nothing", "--from", str(arguments.earlier), "drop it")
@@ -95,7 +95,7 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
 def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
     """Write a tuning's report, and print the answer.
 
-    With ``-v``, also the strategies that ran, and all notes.
+    With ``-v``, also print the strategies that ran, and all notes.
     """
     from fleetbench.report.answer import text_of
     from fleetbench.report.html import save_report
@@ -145,7 +145,10 @@ def _arms_table(recommendation: Recommendation) -> Table:
 
 
 def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
-    """Whether nothing is to run. Raises ``ConfigError`` for options that contradict this, or need it."""
+    """Return whether ``--simulate-only`` is given.
+
+    Raises ``ConfigError`` for options that contradict it, or that need it.
+    """
     if not arguments.simulate_only:
         if arguments.sweep is not None:
             raise ConfigError("needs --simulate-only", "--sweep", repr(arguments.sweep[0]), "add --simulate-only")
@@ -216,7 +219,7 @@ def _cases(found: SimulatedRecommendation) -> Table:
 
 
 def _parts(found: SimulatedRecommendation, folder: Path) -> str:
-    """Describe the parts of the step, and the command that shows more."""
+    """Describe the parts of a step, and the command that shows their costs."""
     from fleetbench.cli.tables import TIMES
 
     parts = ", ".join(f"{label.strip()} {units.seconds(found.parts[key])}" for key, label in TIMES if key in found.parts)
@@ -308,5 +311,5 @@ def _sizes_table(found: Sizes) -> Table:
 
 
 def _letters(found: Sizes) -> dict[DistributedStrategy, str]:
-    """Return a name for each strategy of the table, which is explained below it."""
+    """Return a short name for each strategy in the table of sizes: ``S1``, ``S2``, ..."""
     return {strategy: f"S{number}" for number, strategy in enumerate(dict.fromkeys(size.strategy for size in found.sizes), start=1)}

@@ -1,4 +1,4 @@
-"""``fleetbench why``: why is my unchanged script slow, and what do I type?"""
+"""``fleetbench why``: why is my unchanged script slow, and what would help?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FILE = "why.json"
 
 
 def register(commands: Commands) -> None:
-    """Declare the command."""
+    """Add the command's parser."""
     parser = add_command(commands, "why", "look at an unchanged training script: why is it slow, and what would help?", run)
     text = "traces of torch.profiler (files, or folders of them), one for each rank, instead of a command"
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help=text)
@@ -49,7 +49,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Observe, print the answer and where it is stored."""
+    """Observe a command or read traces, store the answer, and print the answer and its path."""
     if bool(arguments.command_line) == bool(arguments.traces):
         hint = "fleetbench why -- torchrun --nproc-per-node 2 train.py, or fleetbench why TRACE.json ..."
         raise ConfigError("takes either a command that trains, or traces", "fleetbench why", hint=hint)
@@ -86,7 +86,10 @@ def _explain(old: dict[str, Any] | None, arguments: argparse.Namespace, command:
 
 
 def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, old: dict[str, Any] | None) -> int:
-    """Store an answer and print it. Returns 1 if more of a step than ``--fail-above`` is not compute."""
+    """Store an answer and print it.
+
+    Returns 1 if more of a step than ``--fail-above`` is neither compute nor update.
+    """
     from fleetbench.report.why import changes_since, data_of, text_of, text_of_changes, write_page
     from fleetbench.store import new_folder
 
@@ -111,7 +114,7 @@ def show(found: Explanation, arguments: argparse.Namespace, base: Experiment, ol
 
 
 def _earlier(path: Path) -> dict[str, Any]:
-    """Read an earlier answer. Raises ``ConfigError`` if it is none."""
+    """Return an earlier answer. Raises ``ConfigError`` if the file is not an answer of ``fleetbench why``."""
     from fleetbench.digests import read_text
     from fleetbench.report.why import changes_since
 

@@ -1,4 +1,4 @@
-"""``profile`` and ``tune`` of the user's own script: ``fleetbench tune [FILE] -- torchrun ... train.py``."""
+"""Commands that run the user's own script: ``fleetbench tune [FILE] -- torchrun ... train.py``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ REGISTRY_SCRIPT = "real.workloads.train"
 """Module that trains an experiment's own workload like a user's script."""
 TAKE_A_COMMAND = ("why", "profile", "tune", "estimate", "doctor")
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
-"""Workload fields that may be set; model, data and the rest are the script's."""
+"""Workload fields that may be set. The script decides the others, such as model and data."""
 _MOST_ENTRIES = 100_000
-"""Largest number of entries that are examined; a folder with more is a data folder."""
+"""Largest number of files in a folder that are examined; a folder with more is probably a data folder."""
 _MODULE = ("-m", "--module")
 """Options after which a command names a module instead of a file."""
 _SHOWN = 10
@@ -43,7 +43,10 @@ EPILOG = "After --, give a command that starts your own training script, with to
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split a command line at its first ``--``; other commands keep theirs."""
+    """Split a command line at its first ``--``, if its command is in ``TAKE_A_COMMAND``.
+
+    The second part is ``--`` itself if nothing follows it, and empty without ``--``.
+    """
     words = list(argv)
     if not words or words[0] not in TAKE_A_COMMAND or SEPARATOR not in words:
         return words, ()
@@ -52,10 +55,9 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the command of a process that was started as one of several without a command.
+    """Return the command that trains the experiment's own workload, for a process started as one of several.
 
-    It trains the experiment's own workload. Empty if the process was started alone. Raises ``ConfigError``
-    without an experiment.
+    Return an empty command if the process was started alone. Raises ``ConfigError`` without an experiment.
     """
     from real.processes.roles import role_of
 
@@ -70,7 +72,7 @@ def command_of_job(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def drive_script(arguments: argparse.Namespace, drive: Callable[[argparse.Namespace, tuple[str, ...], Experiment], int]) -> int:
-    """Drive the script from outside, or as rank 0 of running processes, whose other ranks serve."""
+    """Call ``drive`` for the user's script, on rank 0 if this process is one of several; the others serve it."""
     from real.job.inside import driving, role_inside, serve
 
     role = role_inside()
@@ -98,7 +100,7 @@ def refuse_workdir(arguments: argparse.Namespace) -> None:
 
 
 def budget(tune: Tune) -> str:
-    """Describe the budget, before anything is started."""
+    """Return a line that states the budget of real runs."""
     bounds = [] if tune.budget_minutes is None else [f"{tune.budget_minutes:g} minutes from the first launch on"]
     if tune.budget_gpu_hours is not None:
         bounds.append(f"{tune.budget_gpu_hours:g} trainer hours, for all of them together from the first launch on")
@@ -106,7 +108,7 @@ def budget(tune: Tune) -> str:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
-    """The command, and what the file or the built-in one asks for."""
+    """Return the script's command, and the experiment of the file or of the built-in ``script.toml``."""
     command: tuple[str, ...] = arguments.command_line
     if command == (SEPARATOR,):
         raise ConfigError("no command follows it", SEPARATOR, hint="fleetbench tune -- torchrun --nproc-per-node 2 train.py")
@@ -118,14 +120,14 @@ def _asked(arguments: argparse.Namespace) -> tuple[tuple[str, ...], Experiment]:
     if arguments.experiment is None:
         arguments.experiment = str(resources.files("fleetbench").joinpath("script.toml"))
     base, overrides = load_experiment(arguments), arguments.overrides
-    if REGISTRY_SCRIPT in command:  # it hands the file's strategy over itself, and has the file's workload
+    if REGISTRY_SCRIPT in command:  # this script reads strategy and workload from the file itself
         base, overrides = base.replace(strategy=DistributedStrategy()), ()
     refuse_what_is_the_scripts(base, overrides)
     return command, base if is_named else base.replace(name=_name(command))
 
 
 def require_script(command: Sequence[str], workdir: Path | None) -> None:
-    """Raise ``ConfigError`` if a launcher on this machine is to start a Python file that is missing."""
+    """Raise ``ConfigError`` if a known launcher is to start a Python file that does not exist."""
     known = re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|fleetbench", Path(command[0]).name)
     script = next((word for word in command[1:] if word.endswith(".py") or word in _MODULE), None)
     if known and script is not None and script not in _MODULE and not Path(workdir or "", script).is_file():
@@ -135,7 +137,7 @@ def require_script(command: Sequence[str], workdir: Path | None) -> None:
 
 
 def _name(command: Sequence[str]) -> str:
-    """Return the name for run folders: the script's, without its ending."""
+    """Return the name of run folders: the script's file name without its ending."""
     from real.job.facts import script_name
 
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script_name(tuple(command))).stem).strip("-") or "script"
@@ -161,9 +163,9 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
 
 @contextmanager
 def telling(folder: Path, out: Path, often: str = ", over and over,") -> Iterator[None]:
-    """Warn that the script writes below ``folder``; after the ``with``, list the files that it has written.
+    """Print a note that the script writes below ``folder``; after the ``with``, list the files it has written.
 
-    ``out`` is the folder of this command's own results.
+    Files below ``out``, the folder of this command's own results, are not listed.
     """
     say(f"note: the script really runs{often} and writes its files below {folder}: {_PROTECTION}")
     begin_ns = time.time_ns() - 20_000_000  # the clocks of file systems may lag by one tick

@@ -33,7 +33,7 @@ class Line:
     largest_residual: float
     """Largest distance of a point from the line, as a share of the point."""
     statement: str | None = None
-    """Sentence about what the points could not determine; none if they determined everything."""
+    """Sentence about what the points could not determine; ``None`` if they determined everything."""
 
 
 def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | None = None) -> Line:
@@ -68,7 +68,7 @@ def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | 
 
 
 def _of_one_size(x: float, took: Floats) -> Line:
-    """Return the line if all points have one ``x``, so that intercept and slope cannot be separated."""
+    """Return the line through points with the same ``x``, which do not determine intercept and slope separately."""
     middle = float(np.median(took))
     spread = float(np.abs(took / middle - 1.0).max())
     all_slope = x > 0
@@ -82,7 +82,7 @@ def _of_one_size(x: float, took: Floats) -> Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hockney:
-    """``T(S) = alpha + S beta``, in seconds and bytes."""
+    """Time of an all-reduce of S bytes: ``T(S) = alpha + S beta``, in seconds."""
 
     trainers: int
     """Number of ranks."""
@@ -91,7 +91,7 @@ class Hockney:
 
     @property
     def link(self) -> Link:
-        """Link with which a ring among this many trainers would take as long."""
+        """Link with which a ring all-reduce among these ranks would take as long."""
         steps = 2 * (self.trainers - 1)
         slope = self.line.slope
         bandwidth = steps / self.trainers * 8 / slope if slope > 0 else LARGEST

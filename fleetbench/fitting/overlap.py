@@ -23,7 +23,8 @@ MOST = 100.0
 _RIDGE = 1e-4
 """Small penalty on slowdowns, which decides if the times do not."""
 _TOLD = 0.01
-"""Least share by which each slowdown of 1 must change the times, independently of the other."""
+"""Smallest relative change of the times per unit of slowdown at which each slowdown counts as determined by
+itself."""
 _STARTS = ((0.05, 0.05), (1.0, 0.1), (0.1, 1.0), (2.0, 2.0))
 
 
@@ -38,7 +39,7 @@ class Slowdowns:
     error: float
     """Unexplained part of backward and stall, as a share of their sum."""
     statement: str | None = None
-    """Sentence about what the times could not determine; none if they determined everything."""
+    """Sentence about what the times could not determine; ``None`` if they determined everything."""
 
 
 def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
@@ -78,14 +79,14 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
 LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0
 _STARTS_TOGETHER = ((1.0, 1.0), (1.9, 1.0), (0.5, 0.5), (1.9, 1.9))
 _OF_ONE = 1e-3
-"""Weight of one member's error compared with that of all members together."""
+"""Weight of the error of one member's time, relative to that of the time of all members together."""
 _RIDGE_TOGETHER = 1e-3
 """Small penalty towards a shared link and separate latencies, which decides if the times do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """Rate of two simultaneous collectives as a multiple of one's: for latencies, and for transfers."""
+    """Combined rates of two simultaneous collectives as multiples of one's: for latencies, and for transfers."""
 
     latency: float
     transfer: float
@@ -96,15 +97,16 @@ def durations(
 ) -> tuple[list[list[float]], float]:
     """Return how long each member of one or two queues takes, and all of them together.
 
-    Members are given by the seconds of their transfer alone, and each consists of ``messages`` messages. A
-    queue's members start in order, ``depth`` of them at once; no more than two run over all queues.
+    ``queues`` has the seconds of each member's transfer, without its latency ``alpha_s``. A member consists
+    of ``messages`` messages. A queue's members start in order, ``depth`` of them at once; no more than two
+    run over all queues.
     """
     assert len(queues) * depth <= 2  # what was measured
     took, started = ([[0.0] * len(queue) for queue in queues] for _ in range(2))
     under_way = [min(depth, len(queue)) for queue in queues]
     due = [(0.0, lane, index, 0) for lane, number in enumerate(under_way) for index in range(number)]
-    """Time when each member's next message starts, or its last one has arrived, and how many have been
-    sent."""
+    """Heap of running members: time of the next message's start or the last one's arrival, queue, member,
+    messages sent."""
     free = now = 0.0
     while due:
         now, lane, index, sent = heappop(due)
@@ -130,10 +132,10 @@ def fit_together(
     messages: int = 2,
     whole_s: float | None = None,
 ) -> Together:
-    """Return the two numbers with which the members take these times, by least squares of relative errors.
+    """Return the two rates with which members take the times ``took_s``; see ``durations``.
 
-    None stands for an unknown time. See ``durations``. If known, the total ``whole_s`` is more reliable,
-    because the order of messages depends on small time differences.
+    They have the least squares of relative errors. ``None`` in ``took_s`` is an unknown time. If the total
+    ``whole_s`` is known, it decides, because the order of messages depends on small time differences.
     """
 
     def residuals(numbers: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """Stragglers: measured compute times as a factor per rank and blocks of consecutive steps.
 
-The simulator multiplies its draws: a rank's compute is base x (1 + X) x its rank's factor. Factors are
-removed first, so that the blocks are those of equal ranks.
+The simulator multiplies what it draws: a rank's compute is base x (1 + X) x its rank's factor. The fit
+removes the factors first, so that the blocks are those of equally fast ranks.
 """
 
 import dataclasses
@@ -25,28 +25,28 @@ from fleetbench.units import seconds
 SHARES = (0.5, 0.95, 0.99)
 """Shares of the steps at which a fit reports quantiles."""
 LEAST_STEPS = 5
-"""Least number of steps per rank from which differences between steps can be measured."""
+"""Smallest number of steps per rank from which differences between steps can be measured."""
 LEAST_FOR_RANKS = 20
-"""Least number of steps per rank from which a slow rank, a slow phase or a correlation between ranks can be
-found."""
+"""Smallest number of steps per rank from which a slow rank, a slow phase or a correlation between ranks can
+be found."""
 _PARTS = 5
 _LOWER = 0.25
 _LEAST_FACTOR = 1.02
-"""Least factor of a slow rank, in every part of the run."""
+"""Smallest factor of a rank that counts as slow."""
 _CONFIDENCE = 0.95
 _FALSE = 0.05
-"""Share of runs with equal ranks in which one may be called slow."""
+"""Share of runs with equally fast ranks in which one of them may be called slow."""
 _STEADY = 1e-3
-"""Share of the median below which a spread counts as none."""
+"""Range of the times, as a share of their median, below which steps count as constant."""
 _TOGETHER = 0.3
 """Correlation above which ranks count as slow together."""
 _MOST_VALUES = 20_000
-"""Largest number of measured steps times ranks in an entry. From more steps, evenly spaced blocks are
-kept."""
+"""Largest number of values (ranks times steps) in a fitted entry. A longer run is represented by evenly
+spaced blocks."""
 
 
 def fit_stragglers(times_s: Floats) -> StragglerFit:
-    """Fit factors and blocks to ``times_s``, compute in seconds by rank and step.
+    """Fit factors and blocks to ``times_s``, compute in seconds of shape ``(ranks, steps)``.
 
     It never raises for insufficient data: ``statements`` says what is missing.
     """
@@ -94,13 +94,13 @@ def fit_stragglers(times_s: Floats) -> StragglerFit:
 
 
 Source = str | Path | Sequence[str | Path]
-"""A run's folder, a table, or traces of torch.profiler: files, or folders of them."""
+"""Source of measured steps: a run's folder, a table, or traces of torch.profiler (files, or folders of them)."""
 
 
 def fit_source(source: Source) -> StragglerFit:
     """Fit stragglers from a run's folder, a table of seconds, or traces; see ``compute_times``.
 
-    The ``entries`` are for ``cluster.stragglers``, with a table of layers that takes ``base``.
+    The ``entries`` fit into ``cluster.stragglers`` if the layers' compute adds up to ``base``.
     """
     times_s, notes = compute_times(source)
     fit = fit_stragglers(times_s)
@@ -108,7 +108,7 @@ def fit_source(source: Source) -> StragglerFit:
 
 
 def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
-    """Return compute in seconds by rank and step, and notes about how it was read.
+    """Return compute in seconds of shape ``(ranks, steps)``, and notes about how it was read.
 
     Raises ``ConfigError`` for an unknown kind of source, and for times that are not above 0 or incomplete.
     """
@@ -133,14 +133,14 @@ def compute_times(source: Source) -> tuple[Floats, tuple[str, ...]]:
 
 
 def rank_factors(times_s: Floats) -> tuple[list[float], str]:
-    """Return the factor of each slow rank compared with the others, which have 1; and what was found.
+    """Return each rank's factor, which is 1 unless the rank is slow, and a sentence about what was found.
 
-    A rank's time is the lower quartile of a part of the run, which slow phases affect last. A rank is slow if
-    it takes longer than the fastest
+    A rank's time is the lower quartile of a part of the run, which slow phases affect last. A rank is slow if it
+    takes longer than the fastest
 
-    - by more than equal ranks differ in ``_FALSE`` of all runs: t-tests of all pairs of ranks, with
-      Bonferroni's correction, by the residual variance of the parts' logarithms (two-way analysis of
-      variance, ranks and parts);
+    - by a difference that equally fast ranks exceed only in ``_FALSE`` of all runs: t-tests of all pairs of
+      ranks, with Bonferroni's correction, by the residual variance of the parts' logarithms (two-way analysis
+      of variance, ranks and parts);
     - and consistently: a t-test of its own parts alone.
     """
     ranks, steps = times_s.shape

@@ -2,11 +2,11 @@
 
 How a step is decided: ``layers`` describes the model; ``fusion`` forms buckets of its gradients; ``exchange``
 lays out the collectives that carry them over the ``groups``; ``build`` combines these into a ``Plan``.
-``combination`` is what a strategy combines, ``steps`` gives the operations of one step, and ``training``
-answers each of a trainer's ``events`` with ``operations``, from its ``state``. ``drive`` is the protocol:
-which events an executor reports, and when. ``replay`` records them, and decides them again.
+``combination`` holds the settings that a strategy combines, ``steps`` gives the operations of one step, and
+``training`` answers each of a trainer's ``events`` with ``operations``, from its ``state``. ``drive`` is the
+protocol: which events an executor reports, and when. ``replay`` records events and repeats the decisions.
 
-Where to find the rows of Fleet's documents:
+Modules that implement each feature of Fleet's documents:
 
 - fusion of gradients: ``fusion``; MG-WFBP and the best partition: ``mg_wfbp``;
 - hierarchical all-reduce, ``nccl_comm_num``, ``sync_nccl_allreduce``, sparse rows, FP16 and BF16 on the wire:
@@ -26,8 +26,8 @@ Where to find the rows of Fleet's documents:
   ``served_training`` for the trainer, ``sender`` for the background sender, ``server`` for the server;
 - GeoSGD: ``servers.training`` (when a trainer exchanges), ``real.servers.sender`` (the thread that pushes and
   pulls), ``fleetbench.workloads.server_updates`` (its deltas);
-- recompute, op fusion, cuDNN, threads, synchronised batch norm: nothing is decided. They change the layer
-  table (``fleetbench.profile.COMPUTE_ONLY``), and ``real.compute`` executes them;
+- recompute, op fusion, cuDNN, threads, synchronised batch norm: they need no decision. They change the
+  layer table (``fleetbench.profile.COMPUTE_ONLY``), and ``real.compute`` executes them;
 - ``auto``: ``fleetbench.recommended``; Fleet's advice: ``fleetbench.advice``; Fleet's field names:
   ``fleetbench.fleet_names``.
 """

@@ -36,30 +36,28 @@ class Rounds:
     k: int
     """Number of updates in the current round."""
     loss0: float | None = None
-    """Averaged loss at the first synchronisation; none before it."""
+    """Averaged loss at the first synchronisation with a usable loss; None before it."""
     lr0: float | None = None
-    """Learning rate at the first synchronisation."""
+    """Learning rate at the synchronisation that gave ``loss0``; None before it."""
     lr: float | None = None
-    """Learning rate at the last synchronisation."""
+    """Learning rate at the last synchronisation; None before the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveK:
-    """Chooses K.
+    """Chooses K, the number of updates per round.
 
-    Life cycle: ``start``; after each synchronising update ``on_lr``, then ``on_loss`` if needed.
-
-    ``wants_loss`` tells whether ``on_loss`` is needed. K belongs to a round: ``on_lr`` after other updates
-    would change it within one.
+    Life cycle: call ``start`` once. After each update that synchronises, call ``on_lr``, and then ``on_loss``
+    if ``wants_loss`` is true. K is fixed within a round, so do not call them after other updates.
     """
 
     configs: AdaptiveLocalSGDConfigs
     lr_scale: float = 1.0
-    """Factor on the reported learning rate, in every update."""
+    """Factor by which every reported learning rate is multiplied."""
 
     @property
     def observes(self) -> frozenset[str]:
-        """Scalars that the executor has to report: the learning rate, and the loss except for ``qsr``."""
+        """Names of the scalars that the executor has to report: the learning rate, and the loss except for ``qsr``."""
         return frozenset({"lr"} if self.configs.variant == "qsr" else {"lr", "loss"})
 
     def start(self) -> Rounds:
@@ -69,8 +67,8 @@ class AdaptiveK:
     def wants_loss(self, rounds: Rounds, update: int, epoch_ended: bool) -> bool:
         """Whether the synchronisation after ``update`` averages the trainers' losses.
 
-        ``epoch_ended``: an epoch has ended since the last loss was averaged, or with this update. Call it
-        only for updates that synchronise. A warm-up before training (updates below 1) averages no loss.
+        Call this only for updates that synchronise. ``epoch_ended`` says whether an epoch has ended since the
+        last loss was averaged, or ends with this update. Warm-up updates (below 1) average no loss.
         """
         if self.configs.variant == "qsr" or update < 1:
             return False
@@ -86,8 +84,8 @@ class AdaptiveK:
     def on_loss(self, rounds: Rounds, loss: float, update: int) -> Rounds:
         """Record the loss averaged over all trainers after ``update``; call ``on_lr`` first.
 
-        The first usable loss becomes ``loss0``, whichever update it belongs to (training may have been
-        resumed); a later one gives the next K.
+        The first usable loss becomes ``loss0``, whichever update it belongs to, because training may have
+        been resumed. Later losses give the next K.
         """
         assert rounds.lr is not None, "on_lr comes before on_loss"
         if rounds.loss0 is not None:

@@ -23,33 +23,35 @@ from fleetbench.strategy import DistributedStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Buckets in order of readiness and the operations of one exchange."""
+    """Static decisions of a strategy: its buckets, the operations of one exchange, and the process groups."""
 
     trainers: int
     """Number of trainers."""
     buckets: tuple[Bucket, ...]
     """Buckets in order of readiness."""
     exchange: Operations
-    """Operations of one exchange. Ids count from 0; a strategy shifts them."""
+    """Operations that exchange all buckets once. Their ids count from 0; each exchange in training gets new
+    ids."""
     groups: tuple[tuple[str, Parts], ...]
-    """Names of process groups with their parts; see ``fleetbench.plan.groups``."""
+    """Name and parts of each process group; see ``fleetbench.plan.groups``."""
     queue_depth: int = 1
     """Number of operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     fragments: tuple[tuple[int, ...], ...] = ()
-    """Buckets of each fragment, whose exchanges follow one another in ``exchange``; empty if all buckets are
-    exchanged together."""
+    """Indices of the buckets of each fragment. Fragments follow one another in ``exchange``. Empty if all
+    buckets are exchanged together."""
     num_state_slots: int = 0
-    """Number of tensors that the optimizer keeps for each parameter, in the parameter's shape."""
+    """Number of optimizer state tensors of each parameter's shape that trainers average; 0 if they average
+    none."""
     buffers_nbytes: int = 0
-    """Bytes of all buffers, such as batch-norm statistics. With local steps they are averaged, else sent by
-    rank 0 after each exchange; 0: neither."""
+    """Bytes of the exchanged buffers, such as batch-norm statistics. Trainers with local steps average them;
+    otherwise rank 0 sends them in each update. 0 if neither happens."""
 
     blocks: tuple[Block, ...] = ()
     """Blocks of a sharded model in forward order; empty if every trainer has the whole model."""
     holds_scatters: bool = False
     """Whether the backward waits for each block's scatter."""
     holds_gathers: bool = False
-    """Whether compute waits for each gather as soon as it starts."""
+    """Whether compute waits for each gather right after starting it."""
 
     @functools.cached_property
     def shard_ranks(self) -> int:
@@ -72,12 +74,12 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits over the whole plan; equal plans run the same operations."""
+        """Digest of the whole plan, 16 hexadecimal digits; plans with equal digests run the same operations."""
         return json_digest(self.to_dict())[:16]
 
     @functools.cached_property
     def of_bucket(self) -> dict[int, Operations]:
-        """Operations of the exchange by bucket."""
+        """Operations that exchange each bucket, by the bucket's index."""
         found: dict[int, list[Operation]] = {}
         for operation in self.exchange:
             assert operation.bucket is not None
@@ -86,28 +88,28 @@ class Plan:
 
     @functools.cached_property
     def of_fragment(self) -> tuple[Operations, ...]:
-        """Operations of the exchange by fragment."""
+        """Operations that exchange each fragment, by the fragment's index."""
         return tuple(tuple(operation for operation in self.exchange if operation.bucket in own) for own in self.fragments)
 
     @functools.cached_property
     def leaves(self) -> tuple[int, ...]:
-        """Relative ids of the operations that no other waits for."""
+        """Ids in ``exchange`` of the operations that no other operation waits for."""
         waited = {other for operation in self.exchange for other in operation.after}
         return tuple(operation.id for operation in self.exchange if operation.id not in waited)
 
     @functools.cached_property
     def parts(self) -> dict[str, Parts]:
-        """Groups by name."""
+        """Parts of each process group, by the group's name."""
         return dict(self.groups)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for ``plan.json``."""
+        """Return the plan as plain data, for ``plan.json``."""
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]  # tuples become lists
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """Read the plan that ``to_dict`` wrote."""
-        fields = tupled(data)  # of older plans without ``queue_depth`` and ``fragments``
+        fields = tupled(data)  # older plans lack ``queue_depth`` and ``fragments``
         buckets = tuple(Bucket(**bucket) for bucket in fields.pop("buckets"))
         exchange = tuple(Operation(**operation) for operation in fields.pop("exchange"))
         blocks = tuple(Block(**block) for block in fields.pop("blocks", ()))
@@ -116,7 +118,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Inputs of a plan besides strategy and gradients."""
+    """Inputs of a plan in addition to the strategy and the gradients."""
 
     trainers: int
     """Number of trainers."""
@@ -125,30 +127,32 @@ class Setting:
     queue_depth: int = 1
     """Number of operations that a communicator carries at once; see ``fleetbench.plan.groups``."""
     cost: Cost | None = None
-    """Cost of an all-reduce over all trainers; ``fusion = "merged_gradient"`` and ``"optimal"`` need it."""
+    """Cost of an all-reduce over all trainers, which ``fusion = "merged_gradient"`` and ``"optimal"`` need;
+    None if unknown."""
     num_state_slots: int = 0
-    """Number of tensors that the optimizer keeps for each parameter."""
+    """Number of optimizer state tensors per parameter that trainers may average."""
     buffers_nbytes: int = 0
-    """Bytes of all buffers, which rank 0 sends to the others."""
+    """Bytes of all buffers, which rank 0 sends to the other trainers."""
     averaged_nbytes: int | None = None
-    """Bytes that an average of the buffers carries: masks are not averaged, and short types are widened.
-    None: ``buffers_nbytes``."""
+    """Bytes sent to average the buffers: masks are not averaged, and short types are widened. None if equal
+    to ``buffers_nbytes``."""
     holds_scatters: bool = False
-    """Whether the backward of a sharded model waits for each block's scatter. ``fully_shard`` does so on the
-    host's thread without streams, so with gloo; gathers then still overlap compute."""
+    """Whether the backward of a sharded model waits for each block's scatter. With gloo it does, because
+    ``fully_shard`` then has no streams and waits on the host's thread; gathers still overlap compute."""
     is_scripts: bool = False
     """Whether a script calls ``fully_shard`` itself. Its last block is then gathered again too, and with gloo
     compute waits for each gather."""
     order: tuple[str, ...] = ()
-    """Names of the gradients in the model's order, which fragments follow; none: the reverse order of
+    """Names of the gradients in the model's order, which fragments follow. If empty, the reverse order of
     readiness."""
 
 
 def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
     """Plan the exchange of ``gradients``, given in order of readiness.
 
-    A hierarchy over one node is ignored, as in Fleet. Raises ``ConfigError`` if it does not divide the world.
-    Local SGD exchanges parameters, so no gradient is sparse there.
+    A hierarchy within a single node is ignored, as in Fleet. Under Local SGD no gradient counts as sparse,
+    because trainers exchange parameters. Raises ``ConfigError`` if the hierarchy does not divide the
+    trainers.
     """
     if strategy.is_local:
         gradients = [dataclasses.replace(one, sparse=False, touched=0, width=0) if one.sparse else one for one in gradients]
@@ -185,10 +189,10 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
 
 
 def _sharded(strategy: DistributedStrategy, gradients: Sequence[Gradient], setting: Setting) -> Plan:
-    """Plan a bucket per block, with the parameters outside of blocks last.
+    """Plan one bucket per block; the bucket of the parameters outside of blocks is the last.
 
-    A communicator carries one collective at a time, whatever the backend could carry. Raises ``ConfigError``
-    for a degree that does not divide the trainers, and for what cannot be sharded.
+    A communicator carries one collective at a time, even if the backend could carry more. Raises
+    ``ConfigError`` for a degree that does not divide the trainers, and for gradients that cannot be sharded.
     """
     position = {gradient.name: index for index, gradient in enumerate(gradients)}
     named = [

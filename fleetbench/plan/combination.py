@@ -1,4 +1,4 @@
-"""Combination: what a strategy combines. It answers all questions about a strategy that its plan does not."""
+"""Combination: the settings that a strategy combines, apart from those in its plan."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 
 MOMENTA = frozenset({"momentum_buffer", "exp_avg"})
-"""Names of the means of past gradients in optimizers' states; second moments and step counts are not among
-them."""
+"""Names of the optimizer state tensors that average past gradients. Second moments and step counts are not
+among them."""
 OUTSIDE = 2
-"""Number of a run's steps outside of its whole rounds: the first and the last."""
+"""Number of steps of a run that belong to no whole round: the first and the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """Accumulation x cadence x scaler, and everything else that is the same in every step.
+    """Settings that are the same in every step: gradient accumulation, averaging schedule, loss scaling and others.
 
-    A value: with the same plan, equal combinations decide alike.
+    With the same plan, equal combinations make the same decisions.
     """
 
     steps_per_update: int = 1
     """Number of steps per update."""
     remainder: Literal["carry", "flush", "drop"] = "carry"
-    """Treatment of steps without an update at the end of an epoch."""
+    """Treatment of gradients in the sum at the end of an epoch: keep them, update with them, or discard them."""
     averages_gradient: bool = True
     """Whether the merged gradient is the mean of the steps' gradients rather than their sum."""
     lr_scale: float = 1.0
@@ -39,15 +39,15 @@ class Combination:
     holds_statistics: bool = False
     """Whether batch-norm statistics change only once per update."""
     cadence: Cadence | None = None
-    """Schedule by which trainers with local steps average their parameters; none if they update together."""
+    """Schedule by which trainers with local steps average their parameters, or None without local steps."""
     adaptive: AdaptiveK | None = None
     """Rule for an adaptive K. At every averaging, trainers exchange their observations so that all decide
     alike. None if K is not adaptive."""
     outer: Outer | None = None
-    """Outer optimizer, which steps on the averaged difference of a round; none: the average is used as it
-    is."""
+    """Outer optimizer, which steps on the averaged difference of a round. None if trainers use the average
+    itself."""
     fragments: Fragments | None = None
-    """Fragments of the model with their own rounds; none: the end of a round exchanges and merges the whole
+    """Fragments of the model with their own rounds. None if the end of a round exchanges and merges the whole
     model."""
     feeds_back: bool = False
     """Whether the quantisation error of a trainer's difference is added to its next difference."""
@@ -58,21 +58,21 @@ class Combination:
     resets_state: bool = False
     """Whether trainers reset the optimizer's state when they average."""
     momentum_alone: bool = False
-    """Whether only the momentum of the optimizer's state is averaged or reset."""
+    """Whether trainers average or reset only the momentum of the optimizer's state."""
     averages_buffers: bool = False
     """Whether trainers average buffers along with the parameters."""
     scaler: LossScaler | None = None
-    """Loss scaler; none without loss scaling."""
+    """Loss scaler, or None without loss scaling."""
     updates_by_bucket: bool = False
-    """Whether the parameters of a bucket update when it arrives."""
+    """Whether each bucket's parameters are updated as soon as its exchange has ended."""
     fuses_update: bool = False
     """Whether one fused update covers all parameters."""
     finds_unused: bool = False
     """Whether parameters that the loss does not use are allowed."""
     sharding: ShardingConfigs | None = None
-    """Settings of sharding; none if every trainer keeps the whole model and optimizer state."""
+    """Settings of sharding, or None if every trainer keeps the whole model and optimizer state."""
     is_sequential: bool = False
-    """Whether a trainer waits for every collective where it starts it."""
+    """Whether a trainer waits for the end of each collective right after starting it."""
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Self:
@@ -109,40 +109,41 @@ class Combination:
         return self.cadence is not None
 
     def slots(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of state tensors, out of ``names``, that trainers average or reset."""
+        """Return those of ``names``, names of optimizer state tensors, that trainers average or reset."""
         return tuple(name for name in names if name in MOMENTA or not self.momentum_alone)
 
     @property
     def num_copies(self) -> int:
         """Number of copies of the parameters that local steps keep on the device.
 
-        These are Theta, the outer momentum, the differences, and the quantisation error.
+        They are the agreed parameters and the outer momentum, unless kept on the host, the differences, and
+        the quantisation error.
         """
         kept = 0 if self.keeps_on_host else 1 + (self.outer is not None and self.outer.momentum != 0)
         return kept + 1 + self.feeds_back if self.is_local else 0
 
     @property
     def rounds(self) -> Rounds:
-        """Number of updates between two synchronisations of the trainers."""
+        """Lengths of the rounds between synchronisations, in updates: constant, varying, or known only in training."""
         return rounds_of(self.cadence)
 
     @property
     def steps_per_round(self) -> int:
-        """Number of steps of a schedule's longest round.
+        """Number of steps in the longest round of the schedule.
 
-        If the length is not known in advance, it is the number of steps of one update.
+        If that is not known before training, the number of steps per update.
         """
         rounds = self.rounds
         k = rounds.k if isinstance(rounds, Constant) else self.cadence and self.cadence.k_steps
         return self.steps_per_update * (k or 1)
 
     def whole_rounds(self, steps: int) -> tuple[int, int] | None:
-        """Return the first step, and a later one, between whose ends whole rounds lie.
+        """Return steps ``a`` and ``b`` such that steps ``a + 1`` to ``b`` form as many whole rounds as possible.
 
-        None if ``steps``, numbered from 1, contain no round. A round of Local SGD already ends with the first
-        step, and training that ends within a round averages once more, so ``n`` rounds between the first and
-        the last step would have ``n + 1`` exchanges. These two steps therefore do not count. Steps before the
-        first round of a schedule that begins late do count.
+        None if ``steps``, numbered from 1, contain no such round. A round of Local SGD already ends with the
+        first step, and training that ends within a round averages once more, so ``n`` rounds between the
+        first and the last step would have ``n + 1`` exchanges. These two steps therefore do not count. Steps
+        before the first round of a schedule that begins late do count.
         """
         before = self.steps_per_update * (self.rounds.cadence.begin_step - 1) if isinstance(self.rounds, Varying) else 0
         rounds = (steps - OUTSIDE - before) // self.steps_per_round
@@ -155,16 +156,16 @@ class Combination:
 
     @property
     def scales(self) -> bool:
-        """Whether the update waits for ``found_inf``."""
+        """Whether the loss is scaled, so that updates wait for ``found_inf``."""
         return self.scaler is not None
 
     @property
     def observes(self) -> frozenset[str]:
-        """Scalars that the executor has to report."""
+        """Names of the scalars that the executor has to report."""
         adaptive = self.adaptive.observes if self.adaptive else frozenset()
         return adaptive | {"found_inf"} if self.scales else adaptive
 
     @property
     def leaves_averages(self) -> bool:
-        """Whether every step's averaged gradients wait for the update unchanged, as in DDP."""
+        """Whether every step's averaged gradients stay unchanged until the update, as in DDP."""
         return not (self.is_local or self.merges or self.updates_by_bucket or self.scales)

@@ -50,7 +50,7 @@ Requests = Iterator[Decided | Wanted]
 
 
 def events_of(plan: Plan, step: int, steps_per_epoch: int | None = None, last_step: int | None = None) -> Iterator[Event]:
-    """Yield the events of one step, and those between it and the next."""
+    """Yield the events of one step, and those before the next step."""
     yield StepBegin(step)
     yield from plan.moments
     yield BackwardEnd()
@@ -66,9 +66,10 @@ def ends_epoch(step: int, steps_per_epoch: int | None) -> bool:
 
 
 def tell(decider: Decider, event: Event, now: Callable[[], int]) -> Requests:
-    """Report an event to the strategy, and then what it observes as a result.
+    """Report an event to the strategy, then each scalar that the strategy observes as a result.
 
-    ``now`` returns the time in ns.
+    Yields decisions to execute (``Decided``) and scalars to provide (``Wanted``). ``now`` returns the time in
+    ns.
     """
     operations = decider.on(now(), event)
     yield Decided(event, operations)
@@ -92,7 +93,10 @@ def _observe(decider: Decider, name: Scalar, now: Callable[[], int]) -> Requests
 
 
 def answers(decider: Decider, event: Event, source: Callable[[Scalar], float], now: Callable[[], int] = lambda: 0) -> Iterator[Decided]:
-    """Yield everything that is decided because of an event, for an executor that has all scalars."""
+    """Yield all decisions that follow from an event, for an executor that knows all scalars.
+
+    ``source`` returns the value of a scalar by its name; ``now`` returns the time in ns.
+    """
     for request in tell(decider, event, now):
         if isinstance(request, Wanted):
             request.value = source(request.name)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 @dataclass(frozen=True, slots=True)
 class StepBegin:
-    """A trainer starts ``step``; counted steps start at 1, warm-up steps end at 0."""
+    """A trainer starts ``step``. Steps are numbered from 1, and those of a warm-up up to 0."""
 
     step: int
 
@@ -28,14 +28,14 @@ class BucketReady:
 
 @dataclass(frozen=True, slots=True)
 class BackwardEnd:
-    """The backward is over; ``unused`` names parameters that the loss did not use."""
+    """The backward has ended. ``unused`` has the names of the parameters that the loss did not use."""
 
     unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A scalar that the strategy requested in ``observes``, equal on every rank."""
+    """The value of a scalar that the strategy names in ``observes``; it is equal on every rank."""
 
     name: str
     value: float
@@ -43,7 +43,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message from another role."""
+    """A message from another role; ``role`` and ``rank`` name its origin."""
 
     role: str
     rank: int
@@ -51,9 +51,10 @@ class Message:
     rows: tuple[int, ...] = ()
     nbytes: int = 0
     count: int = 0
-    """Number of gradients that the message is about."""
+    """Number of gradients, or in GeoSGD of recorded steps, that the message concerns."""
     version: int = 0
-    """For a push: the number of server updates in the parameters that the gradient was computed from."""
+    """Number of updates that the server has made; in a push, those in the oldest parameters from which one of
+    its gradients was computed."""
 
 
 @dataclass(frozen=True, slots=True)

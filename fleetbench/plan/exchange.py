@@ -2,14 +2,14 @@
 
 Bucket i uses communicator i mod ``nccl_comm_num``, in the same order on all ranks. With
 ``sync_nccl_allreduce`` one bucket is in flight over all communicators. Without it, all-reduces of one
-communicator only keep that order, and as many are in flight as it carries (``fleetbench.plan.groups``). A
-bucket that needs more than one all-reduce, or another type on the wire, is alone on its communicator.
+communicator start in that order, and several may be in flight (``fleetbench.plan.groups``). A bucket that
+needs more than one all-reduce, or another type on the wire, runs alone on its communicator.
 
 A bucket is one all-reduce, or in a hierarchy three operations: Fleet's reduce to a node's leader, all-reduce
 among leaders, and broadcast; or a reduce-scatter inside the node, an all-reduce of every part between nodes,
 and an all-gather, which uses every link of the node. All ranks gather the rows of a sparse gradient. Outer
-differences in INT8 are an all-to-all and an all-gather, which together send as much as an all-reduce of as
-many bytes.
+differences in INT8 use an all-to-all and an all-gather, which together send as much as an all-reduce of the
+same size.
 """
 
 import dataclasses
@@ -27,11 +27,10 @@ INT8_SCALE_BYTES = 4
 
 
 def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
-    """Return the operations of every bucket, with ids 0, 1, ... relative to the exchange.
+    """Return the operations that exchange all buckets, with ids 0, 1, ....
 
-    A single trainer has no operations.
-
-    ``inner`` is the number of ranks inside a node of the hierarchy, 0 without one.
+    A single trainer has no operations. ``inner`` is the number of ranks inside a node of the hierarchy, or 0
+    without a hierarchy.
     """
     if trainers == 1:
         return ()
@@ -53,12 +52,12 @@ def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: 
 
 @dataclasses.dataclass(slots=True)
 class _Lane:
-    """Operations in order, some of which must run alone."""
+    """Order of operations, some of which must run alone."""
 
     alone: tuple[int, ...] = ()
-    """Id of the last operation that ran alone."""
+    """Id of the last operation that must run alone; empty before the first."""
     beside: list[int] = dataclasses.field(default_factory=list)
-    """Ids of the operations after it."""
+    """Ids of the operations after ``alone`` that may run at the same time."""
 
     def join(self, operation: int, *, is_alone: bool) -> tuple[int, ...]:
         """Add an operation, and return the ids that it must come after."""
@@ -71,14 +70,15 @@ class _Lane:
 
 
 def is_plain(chain: Sequence[Operation], dtype: str) -> bool:
-    """Whether one all-reduce carries a buffer of ``dtype`` through ``chain`` unchanged."""
+    """Whether ``chain`` is a single all-reduce that sends a buffer of ``dtype`` in that type."""
     return len(chain) == 1 and chain[0].kind == "all_reduce" and chain[0].wire_dtype in (None, dtype)
 
 
 def wire_dtype(bucket: Bucket, strategy: DistributedStrategy) -> str:
     """Return the type in which a bucket is sent: a smaller one if the strategy says so, never a larger one.
 
-    Complex numbers keep their type. Raises ``ConfigError`` for complex numbers that would be quantised.
+    Complex numbers and sparse gradients keep their type. Raises ``ConfigError`` for complex numbers that
+    would be quantised.
     """
     is_complex = bucket.dtype.startswith("complex")
     if strategy.quantises:
@@ -115,7 +115,7 @@ def _carry(kind: Collective, group: str, numel: int, dtype: str) -> Operation:
 
 
 def int8_blocks(numel: int, trainers: int) -> int:
-    """Return the number of blocks per trainer's chunk of an INT8 exchange; the last chunks may be padding."""
+    """Return the number of blocks in each trainer's chunk of an INT8 exchange; the last chunks may be padding."""
     return -(-numel // (INT8_BLOCK * trainers))
 
 

@@ -2,7 +2,7 @@
 
 Fleet's pass, which its logs call ``fuse_all_reduce_op_pass``: sparse gradients are set apart. Whole layers
 join the current group in order, and a group closes *after* the layer that takes it to its caps, which are
-therefore soft. A group of several types is split by type. A group without its last layer is below both caps.
+therefore soft. A group of several types is split by type. Without its last layer, a group is within both caps.
 """
 
 import functools
@@ -25,13 +25,13 @@ class Bucket:
     """Gradients of one type that one collective carries."""
 
     id: int
-    """Index of the bucket."""
+    """Index of the bucket in order of readiness."""
     gradients: tuple[str, ...]
-    """Names of the gradients: within a layer in order of readiness, layers in the order of their first
-    gradient.
+    """Names of the gradients. Fleet's rule orders layers by their first gradient, and the gradients of a
+    layer by readiness. Other rules order all gradients by readiness.
 
-    If the backward interleaves layers, this is not the order of readiness. The bucket is ready with the last
-    of its gradients, wherever that is in the list. By number: in order of readiness.
+    The bucket is ready with the last of its gradients. If the backward interleaves layers, that need not be
+    the last name.
     """
     numel: int
     """Number of elements."""
@@ -40,13 +40,13 @@ class Bucket:
     sparse: bool = False
     """Whether the bucket is one sparse gradient."""
     touched: int = 0
-    """Number of elements of a sparse gradient that a step touches, if known; 0: treated as all."""
+    """Number of elements of a sparse gradient that a step touches; 0 if unknown, which counts as all."""
     width: int = 0
-    """Number of elements of a row of a sparse gradient; 0: not known."""
+    """Number of elements per row of a sparse gradient; 0 if unknown."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, before any change of type for the wire; of a sparse gradient the touched rows, with their numbers."""
+        """Size in bytes before conversion for the wire; for a sparse gradient, of the touched rows and indices."""
         touched = self.touched or self.numel
         return touched * DTYPE_BYTES[self.dtype] + (touched // self.width * INDEX_BYTES if self.width else 0)
 
@@ -56,27 +56,27 @@ class Cost:
     """Time of one all-reduce over all trainers: T(S) = alpha + S / B."""
 
     latency_ns: float
-    """Latency in ns, alpha."""
+    """Latency alpha, in ns."""
     ns_per_byte: float
-    """Nanoseconds per byte, 1 / B."""
+    """Inverse bandwidth 1 / B, in ns per byte."""
     lines: tuple[tuple[float, float], ...] = ()
-    """Latency in ns and ns per byte of several chains of messages; T(S) is the longest. Empty if only the two
-    values above are known."""
+    """Latency in ns and inverse bandwidth in ns per byte of each chain of messages; T(S) is the longest time.
+    Empty if only the two values above are known."""
     slowest: float = 1.0
-    """Factor on the compute of the slowest trainer, compared with the layer table; it delays its
+    """Ratio of the slowest trainer's compute time to that in the layer table. It delays the trainer's
     gradients."""
     start_ns: float = 0.0
-    """Nanoseconds of compute that it takes to start one."""
+    """Compute time in ns that starting one all-reduce takes."""
     compute_slowdown: float = 0.0
-    """Slowdown of compute while one is in flight; see ``plan.overlap``."""
+    """Slowdown of compute while an all-reduce is in flight; see ``plan.overlap``."""
     own_slowdown: float = 0.0
-    """Slowdown of the all-reduce while the backward runs."""
+    """Slowdown of an all-reduce while the backward runs; see ``plan.overlap``."""
 
 
 def fuse(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost | None = None) -> tuple[Bucket, ...]:
     """Return buckets in order of readiness, with every gradient in exactly one.
 
-    Raises ``ConfigError`` if a rule that plans by cost does not know the cost of an all-reduce.
+    Raises ``ConfigError`` if the strategy's fusion needs ``cost`` and it is None.
     """
     dense = [gradient for gradient in gradients if not gradient.sparse]
     if not strategy.fuse_all_reduce_ops:
@@ -130,8 +130,8 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
 def _best_partition(ready_ns: Sequence[float], nbytes: Sequence[int], dtypes: Sequence[str], cost: Cost) -> list[list[int]]:
     """Return the partition with which backward and exchange end first.
 
-    It is exact if all-reduces neither delay nor slow compute. Otherwise fewer may be better, and the exact
-    partitions for ever longer latencies, down to one group, are compared.
+    This is exact if all-reduces neither delay nor slow compute. If they do, fewer groups may be better: the
+    result is then the best of the exact partitions for increasing latencies, down to a single group.
     """
     lines = cost.lines or ((cost.latency_ns, cost.ns_per_byte),)
     found = [best_partition(ready_ns, nbytes, dtypes, lines)]
@@ -174,7 +174,7 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
 
 
 def _as_ddp(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
-    """Return DDP's buckets from its second step on: one bucket per type fills up to its cap.
+    """Return the buckets that DDP uses from its second step on: each type fills its own buckets up to the cap.
 
     Source: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
     """
@@ -201,7 +201,7 @@ def _grouped(gradients: Iterable[Gradient], name: Literal["layer", "dtype"]) -> 
 
 
 def _by_number(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
-    """Apply Fleet's other pass: a fixed number of gradients per bucket and type, then a small last bucket."""
+    """Group by Fleet's other pass: a fixed number of gradients per bucket and type, then a small last bucket."""
     last: list[Gradient] = []
     size = 0
     first = list(gradients)

@@ -1,12 +1,12 @@
 """Groups: which ranks take part in a collective, and how many of a group's collectives run at once.
 
-A group is a partition's parts, by name. ``world`` has all ranks. A hierarchy of I ranks per node (inner id =
-rank % I, outer id = rank // I) has ``inner``, a node's ranks; ``leaders``, the ranks of inner id 0; and
-``outer``, one part for every inner id.
+A group has a name and disjoint parts; the ranks of each part communicate with one another. ``world`` is one
+part with all ranks. A hierarchy of I ranks per node (inner id = rank % I, outer id = rank // I) has the groups
+``inner``, one part per node; ``leaders``, the ranks of inner id 0; and ``outer``, one part per inner id.
 
-A communicator is a first-in-first-out queue: its operations begin in one order on all ranks, and as many may
-run at once as the backend carries. NCCL carries one, because a communicator's operations follow each other on
-a stream. gloo carries two: a process group has two threads for each network device (``ProcessGroupGloo``'s
+A communicator is a first-in-first-out queue: its operations begin in the same order on all ranks. The backend
+limits how many run at once. NCCL runs one, because a communicator's operations follow each other on a stream.
+gloo runs two: a process group has two threads for each network device (``ProcessGroupGloo``'s
 ``options->threads``), and uses one device. DistributedDataParallel has the same number in flight on one
 group.
 """
@@ -25,7 +25,7 @@ def world_of(trainers: int) -> Parts:
 def hierarchy_of(trainers: int, inner: int) -> dict[str, Parts]:
     """Return the groups of a hierarchy of ``inner`` ranks per node.
 
-    Raises ``ConfigError`` if it is not possible.
+    Raises ``ConfigError`` unless ``inner`` is at least 2 and divides ``trainers``.
     """
     check_hierarchy(trainers, inner)
     nodes = range(trainers // inner)
@@ -37,10 +37,10 @@ def hierarchy_of(trainers: int, inner: int) -> dict[str, Parts]:
 
 
 def part_of(parts: Parts, rank: int) -> tuple[int, ...]:
-    """Return the part that contains ``rank``, or an empty one."""
+    """Return the part that contains ``rank``, or an empty tuple."""
     return next((part for part in parts if rank in part), ())
 
 
 def queue_depth(backend: str) -> int:
-    """Return how many independent operations one communicator of ``backend`` carries at once."""
+    """Return the number of independent operations that one communicator of ``backend`` carries at once."""
     return 2 if backend == "gloo" else 1

@@ -1,4 +1,4 @@
-"""LayerTable: what a plan and a simulator need to know about a model, measured or declared.
+"""LayerTable: the facts about a model, measured or declared, that a plan and a simulator need.
 
 ``StepHead`` is the host's work before a forward.
 """
@@ -18,7 +18,7 @@ from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.workload import Workload
 
 INDEX_BYTES = 8
-"""Bytes of the number that names a row of a sparse gradient: torch's indices are int64."""
+"""Bytes per row index of a sparse gradient; torch's indices are int64."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16}
 
 
@@ -35,11 +35,11 @@ class Gradient(Config):
     sparse: bool = False
     """Whether the gradient is sparse."""
     touched: int = 0
-    """Number of elements of a sparse gradient that a step touches, if known; 0: treated as all."""
+    """Number of elements of a sparse gradient that a step touches; 0 if unknown, which counts as all."""
     width: int = 0
-    """Number of elements of a row of a sparse gradient; 0: not known, and row indices are not counted."""
+    """Number of elements per row of a sparse gradient. 0 if unknown; row indices are then not counted."""
     ready: Nanoseconds
-    """Time from the start of the backward until the gradient is final, at X = 0 and without communication."""
+    """Time from the start of the backward until the gradient is final, without straggling or communication."""
 
     def _validate(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -82,47 +82,48 @@ class Layer(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable(Config):
-    """A model's layers in forward order, and the costs of a step besides them."""
+    """Layers of a model in forward order, and the other costs of a step."""
 
     key: str
-    """Key over everything that changes compute; see ``fleetbench.profile.compute_key``."""
+    """Key that identifies everything that affects compute; see ``fleetbench.profile.compute_key``."""
     layers: tuple[Layer, ...]
     """Layers in forward order."""
     update: Nanoseconds = Nanoseconds(0)
     """Time of one optimizer step over all parameters."""
     local_update: Nanoseconds | None = None
-    """Time of one optimizer step under Local SGD, which lays out parameters differently; none: ``update``."""
+    """Time of one optimizer step under Local SGD, which lays out parameters differently. None if equal to
+    ``update``."""
     local_compute: float = 1.0
-    """Forward and backward of consecutive local steps, as a share of a synchronous step's, which follows an
-    idle wait."""
+    """Ratio of the time of forward and backward in consecutive local steps to that in a synchronous step,
+    which follows an idle wait."""
     resume: Nanoseconds = Nanoseconds(0)
-    """Extra time of the first steps after an averaging, in total."""
+    """Total extra time of the first steps after an averaging."""
     read: Nanoseconds = Nanoseconds(0)
-    """Time of the loop's own work at the start of a step: fetching one batch, reading the loss back."""
+    """Time of the training loop's own work at the start of a step: fetching one batch, reading the loss back."""
     load: Nanoseconds = Nanoseconds(0)
     """Time to make one batch, if measured separately from ``read``; see ``StepHead``."""
     loaders: int = 0
-    """Number of processes per trainer that make batches in parallel with compute; 0: the loop makes them
-    itself."""
+    """Number of processes per trainer that make batches in parallel with compute. 0 if the training loop
+    makes them itself."""
     prefetch: int = 2
-    """Number of batches that each of these processes may be ahead."""
+    """Number of batches that each loader process may make ahead."""
     fetch: Nanoseconds = Nanoseconds(0)
     """Time to read results back from the device, every ``fetch_every_n_steps`` steps, if measured separately
     from ``read``."""
     buffers_nbytes: Bytes = Bytes(0)
     """Bytes of all buffers, such as batch-norm statistics."""
     averaged_nbytes: Bytes | None = None
-    """Bytes that an average of the buffers carries, as in ``Setting``; none in older profiles and for
-    declared layers: all."""
+    """Bytes sent to average the buffers, as in ``Setting``. None (older profiles, declared layers): all bytes
+    of the buffers."""
     merge: Nanoseconds = Nanoseconds(0)
     """Time to compute the parameters' deltas and apply their average, at a Local SGD synchronisation."""
     host_per_collective: Nanoseconds = Nanoseconds(0)
-    """Host time per collective to start it, taken from compute."""
+    """Host time to start one collective, during which compute waits."""
     pack: Nanoseconds = Nanoseconds(0)
-    """Time to copy all gradients into their buckets. A bucket takes its share by bytes, between the readiness
-    of its gradients and its start."""
+    """Time to copy all gradients into their buckets. A bucket's share is proportional to its bytes, and
+    delays its start after its gradients are ready."""
     contention: float = 0.0
-    """Slowdown of compute while a collective is in flight: it takes 1 + contention times as long."""
+    """Slowdown of compute while a collective is in flight: compute takes 1 + contention times as long."""
     collective_contention: float = 0.0
     """Slowdown of a collective while one of its ranks computes, because on a CPU both need the same cores."""
 
@@ -132,12 +133,12 @@ class LayerTable(Config):
 
     @property
     def forward_ns(self) -> int:
-        """Nanoseconds of the whole forward."""
+        """Time of the whole forward, in ns."""
         return sum(layer.forward for layer in self.layers)
 
     @property
     def backward_ns(self) -> int:
-        """Nanoseconds of the whole backward."""
+        """Time of the whole backward, in ns."""
         return sum(layer.backward for layer in self.layers)
 
     def by_readiness(self) -> tuple[Gradient, ...]:
@@ -178,12 +179,15 @@ def declared_table(workload: Workload) -> LayerTable:
 
 
 def times(moment_ns: int, factor: float) -> Nanoseconds:
-    """Return ``factor`` times a time in ns, rounded once, half up."""
+    """Return ``moment_ns`` times ``factor``, rounded once, half up."""
     return Nanoseconds(math.floor(moment_ns * Fraction(repr(float(factor))) + Fraction(1, 2)))
 
 
 def scaled(table: LayerTable, forward: float, backward: float) -> LayerTable:
-    """Return the table with forwards and backwards multiplied by factors, with exact sums."""
+    """Return the table with all forward times multiplied by ``forward``, and backward times by ``backward``.
+
+    Running sums are rounded, so that rounding errors do not add up.
+    """
 
     def durations(undisturbed: Iterable[int], factor: float) -> list[Nanoseconds]:
         return [Nanoseconds(times(end, factor) - times(begin, factor)) for begin, end in pairwise((0, *accumulate(undisturbed)))]
@@ -226,9 +230,9 @@ class StepHead:
     """
 
     def __init__(self, table: LayerTable, fetch_every: int, begin_ns: int, latest: Callable[[Any, Any], Any] = max) -> None:
-        """``begin_ns`` is when loaders start.
+        """Create the rule for a trainer whose loaders start at ``begin_ns``.
 
-        ``latest`` is the maximum; with ``numpy.maximum``, times are arrays of ranks.
+        ``latest`` returns the later of two times; with ``numpy.maximum``, times may be arrays over ranks.
         """
         self._table = table
         self._latest = latest
@@ -239,11 +243,11 @@ class StepHead:
         self._taken = deque([begin_ns] * outstanding, maxlen=outstanding)
 
     def read_ns(self) -> int:
-        """Return the time to read back results after the steps so far, if that is due."""
+        """Return the time in ns to read results back after the steps so far; 0 if that is not due."""
         return self._table.fetch if self._num_steps > 0 and self._num_steps % self._fetch_every == 0 else 0
 
     def forward_begins(self, start_ns: int) -> int:
-        """Return when the forward of the step that starts at ``start_ns`` begins."""
+        """Return the time in ns at which the forward of the step that starts at ``start_ns`` begins."""
         asked_ns = start_ns + self.read_ns()
         self._num_steps += 1
         if not self._table.loaders:

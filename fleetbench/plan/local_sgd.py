@@ -31,7 +31,7 @@ class Cadence:
 
     schedule: Literal["fleet", "document", "torch"] = "fleet"
     k_steps: int | None = None
-    """Local steps per round; none: the K of an adaptive strategy's round."""
+    """Number of local steps per round. None: the K of an adaptive strategy's round."""
     begin_step: int = 1
     warmup_epochs: int = 0
     warmup: Literal["exp", "const", "linear"] = "exp"
@@ -51,9 +51,9 @@ class Cadence:
     def k_of(self, epoch: int) -> int:
         """Return K of an epoch of the ``document`` schedule, counted from 0.
 
-        It is 1 for ``warmup_epochs``, then it grows by ``warmup``. ``exp``: 1, 2, 4, 8, ...; ``linear``: 1,
-        2, 4, 6, ...; both up to ``k_steps``; ``const`` is ``k_steps`` at once. K = 16 by ``exp`` after 3
-        epochs: 1 1 1 1 2 4 8 16 16.
+        K is 1 for ``warmup_epochs`` epochs, then grows as ``warmup`` says. ``exp``: 1, 2, 4, 8, ...;
+        ``linear``: 1, 2, 4, 6, ...; both up to ``k_steps``; ``const``: ``k_steps`` at once. With ``exp``,
+        ``k_steps`` = 16 and 3 warm-up epochs, K is 1 1 1 1 2 4 8 16 16.
         """
         assert self.k_steps is not None
         grown = epoch - self.warmup_epochs
@@ -68,10 +68,8 @@ class Cadence:
     def synchronises(self, update: int, last_sync: int | None, k: int, epoch: int) -> bool:
         """Whether trainers average after ``update``.
 
-        The last averaging was after ``last_sync`` (none: never).
-
-        ``k`` is the K of an adaptive strategy; ``epoch`` is the number of epochs that have ended before this
-        update.
+        ``last_sync`` is the update after which they averaged last, or None. ``k`` is the K of an adaptive
+        strategy; ``epoch`` is the number of epochs that have ended before this update.
         """
         if self.schedule == "document":
             return update < 1 or (update - 1) % self.k_of(epoch) == 0

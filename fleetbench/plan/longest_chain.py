@@ -1,10 +1,10 @@
 """Longest chain: the exact time of a collective's longest chain of messages, for every size.
 
 Around a ring, a message leaves its sender's port once its bytes are sent and arrives a latency later. The
-sender's next message starts when the port is free, and the message that forwards the data starts when it has
-arrived. In rounds of exchanges and on trees, both ends continue when a message has arrived. A collective ends
-with its longest chain of messages. Each chain takes ``latency_ns + nbytes * ns_per_byte``, so the longest,
-over all sizes, is the upper envelope of a few lines.
+sender's next message starts when the port is free, and the message that forwards the data starts when the
+data have arrived. In rounds of exchanges and on trees, both ends continue when a message has arrived. A
+collective ends with its longest chain of messages. Each chain takes ``latency_ns + nbytes * ns_per_byte``, so
+the longest, over all sizes, is the upper envelope of a few lines.
 """
 
 import math
@@ -23,18 +23,18 @@ class Pace:
     ns_per_byte: Fraction
 
     def at(self, latency: int, nbytes: int) -> Fraction:
-        """Return the chain's time with weights for latency and bytes; with 1 and a size, nanoseconds."""
+        """Return ``latency`` * latency_ns + ``nbytes`` * ns_per_byte; with a ``latency`` of 1, the time in ns."""
         return latency * self.latency_ns + nbytes * self.ns_per_byte
 
 
 Longest = Callable[[int, int], Pace]
-"""Function that returns the longest chain for these weights of latency and bytes."""
+"""Function that returns the longest chain for given weights of latency and bytes; see ``Pace.at``."""
 Message = tuple[int, int, Pace]
-"""Sender, receiver, and pace."""
+"""A message: rank of the sender, rank of the receiver, and pace."""
 
 
 def envelope(longest: Longest) -> tuple[Pace, ...]:
-    """Return the chains that are longest at some size, from no bytes to very many."""
+    """Return the chains that are longest at some size, in order of that size, from zero bytes on."""
     return tuple(dict.fromkeys(_between(longest, longest(1, 0), longest(0, 1))))
 
 
@@ -51,13 +51,13 @@ def _between(longest: Longest, small: Pace, large: Pace) -> list[Pace]:
 
 
 def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
-    """Return the chains of ``num_messages`` messages around a ring, where every rank forwards data.
+    """Return a function for the longest chain of ``num_messages`` messages around a ring, whose ranks forward data.
 
-    A message is followed by the next one on the same hop, which waits for the port, or by the one that
-    carries its data over the next hop, which waits for the arrival. So a chain is a window of consecutive
-    hops that a chunk passes in turn, and all remaining messages are on the hop in the window whose port takes
-    longest: latencies of a window add up, and hops that are faster than the slowest one subtract what their
-    ports save.
+    In a chain, a message is followed by the next one on the same hop, which waits for the port, or by the one
+    that carries its data over the next hop, which waits for the arrival. So a chain covers a window of
+    consecutive hops that a chunk passes in turn, and all remaining messages are on the hop in the window
+    whose port takes longest. The latencies in a window add up, and each faster hop subtracts the time that
+    its port saves.
     """
     unit = math.lcm(*(hop.ns_per_byte.denominator for hop in hops))
     around = [hop for _ in range(3) for hop in hops]
@@ -69,7 +69,7 @@ def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
         for level in sorted(set(slopes), reverse=True):
             remaining = Fraction(level, unit)
             if best.at(latency, nbytes) > latency * latencies_ns + nbytes * num_messages * remaining:
-                break  # no chain of this hop or of faster ones is longer, because windows with a slower hop were examined before
+                break  # no chain whose slowest hop has this level or a lower one is longer
             gains = [latency * unit * hop.latency_ns + nbytes * (slope - level) for hop, slope in zip(around, slopes, strict=True)]
             begin, end = _best_window(gains, [slope == level for slope in slopes], num_messages)
             window_ns = Fraction(sum(slopes[begin:end]), unit)
@@ -81,11 +81,11 @@ def around_ring(num_messages: int, hops: Sequence[Pace]) -> Longest:
 
 
 def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -> tuple[int, int]:
-    """Return start and end of the window of limited length, with a level hop, and the largest ``gains``."""
+    """Return start and end of the window of at most ``longest`` hops, one of them level, with the largest gains."""
     until = [0, *accumulate(gains)]
     best, chosen = None, (0, 0)
     starts: deque[int] = deque()
-    """Starts of windows that may begin here: those with smaller sums before them than all later ones."""
+    """Possible starts of the best window, in ascending order of the sums of gains before them."""
     entered = 0
     for end, has_level in enumerate(is_level):
         if has_level:  # a window that ends here or later may begin anywhere up to here
@@ -102,7 +102,10 @@ def _best_window(gains: Sequence[int], is_level: Sequence[bool], longest: int) -
 
 
 def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
-    """Return the chains through rounds of messages whose ends both continue when it has arrived."""
+    """Return a function for the longest chain through rounds of messages.
+
+    Both ends of a message continue when it has arrived.
+    """
     paces = list(dict.fromkeys(pace for messages in rounds for _, _, pace in messages))
     unit = math.lcm(*(pace.ns_per_byte.denominator for pace in paces))
     slopes = [int(pace.ns_per_byte * unit) for pace in paces]
@@ -113,7 +116,7 @@ def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
         weighted = [
             (latency * unit * pace.latency_ns + nbytes * slope, pace.latency_ns, slope) for pace, slope in zip(paces, slopes, strict=True)
         ]
-        nothing = (0, 0, 0)  # weighted, the latencies, and time on ports in 1 / unit ns for each byte
+        nothing = (0, 0, 0)  # weighted time, sum of latencies in ns, and time on ports in 1 / unit ns per byte
         ready: dict[int, tuple[int, int, int]] = {}
         for messages in placed:
             before = dict(ready)
@@ -129,7 +132,7 @@ def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
 
 
 def is_chain(rounds: Sequence[Sequence[Message]]) -> bool:
-    """Whether some chain has a message in every round, so that none has more."""
+    """Whether some chain has a message in every round, which is the largest possible number."""
     reached = {sender for sender, _, _ in rounds[0]} if rounds else {0}
     for messages in rounds:
         reached = {end for *ends, _ in messages if not reached.isdisjoint(ends) for end in ends}

@@ -1,7 +1,7 @@
 """Fleet's dynamic loss scaling: the scale as a value, and how overflows change it.
 
-Paddle's ``update_loss_scaling`` operator. Every trainer must decide from the same ``found_inf``, the maximum
-over all trainers, or their scales would diverge.
+It follows Paddle's ``update_loss_scaling`` operator. Every trainer must decide from the same ``found_inf``,
+the maximum over all trainers, or their scales would diverge.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ SMALLEST_SCALE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Loss scale, and how many updates in a row were good, or overflowed, since it last changed."""
+    """Loss scale, and the numbers of consecutive good and of consecutive overflowed updates since its last change."""
 
     value: float
     good_steps: int = 0
@@ -25,7 +25,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class LossScaler:
-    """Decides the loss scale of the next update. Life cycle: ``start``, then ``after`` each update."""
+    """Decides the loss scale of each update. Life cycle: ``start``, then ``after`` every update."""
 
     configs: AmpConfigs
 
@@ -34,9 +34,9 @@ class LossScaler:
         return Scale(self.configs.init_loss_scaling)
 
     def after(self, scale: Scale, found_inf: bool) -> Scale:
-        """Return the scale after an update in which some trainer's gradients overflowed, or none did.
+        """Return the scale after an update; ``found_inf`` says whether any trainer's gradients overflowed.
 
-        Without ``use_dynamic_loss_scaling`` it never changes; an overflow still skips the update.
+        Without ``use_dynamic_loss_scaling`` the scale never changes; an overflow still skips the update.
         """
         configs = self.configs
         if not configs.use_dynamic_loss_scaling:

@@ -1,4 +1,4 @@
-"""Memory: what one trainer keeps under a strategy, computed from a trainer with the whole model."""
+"""Memory of one trainer under a strategy, computed from that of a trainer with the whole model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,14 +10,14 @@ from fleetbench.plan.sharding import gathered_bytes
 
 
 def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, int]:
-    """Return bytes by content, for the trainer that uses most; the sum is its peak.
+    """Return the bytes of each kind of content on the trainer that uses most; their sum is its peak.
 
-    ``other`` is the part of the measured peak that no content explains. A trainer of a shard group of D has a
-    D-th of the optimizer's state and of the parameters, and of the gradients, except for sums of stage 1 over
-    several steps. ``gathered``, in addition to its shard, are all parameters; in stage 3 with resharding only
-    those of two blocks, the computing one and the next one, and those that are never freed. The gradients of
-    two blocks, the current one and the one before it, are whole until they are scattered. This is how
-    ``torch.distributed.fsdp.fully_shard`` frees them. Local steps keep copies of the parameters.
+    ``other`` is the part of the measured peak that no content explains. A trainer in a shard group of D has a
+    D-th of the optimizer's state, of the parameters and of the gradients; only sums of stage 1 over several
+    steps are whole. ``gathered`` are parameters in addition to the trainer's shard: all of them or, in stage
+    3 with resharding, those that are never freed and those of two blocks, the current and the next one. The
+    gradients of two blocks, the current one and the one before it, are whole until they are scattered. This
+    is how ``torch.distributed.fsdp.fully_shard`` frees them. Local steps keep copies of the parameters.
     """
     parts = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer state": memory.optimizer_state}
     found: dict[str, int] = {**parts}
@@ -34,7 +34,7 @@ def trainer_bytes(memory: Memory, plan: Plan, what: Combination) -> dict[str, in
         found["optimizer state"], found["parameters"] = (-(-size // degree) for size in (memory.optimizer_state, memory.parameters))
         if sharding.stage > 1 or not what.merges:
             found["gradients"] = -(-memory.gradients // degree) + _largest(whole, 2) * memory.gradients // max(memory.parameters, 1)
-        spread = sharding.reshard_after_forward if "reshard" in plan.parts else 0  # number of ranks over which freed parameters stay spread
+        spread = sharding.reshard_after_forward if "reshard" in plan.parts else 0  # number of ranks over which freed parameters are spread
         found["gathered"] = sum(stays) + _largest(freed, 2)
         if spread:
             found["gathered"] += (sum(freed) - _largest(freed, 2)) // spread

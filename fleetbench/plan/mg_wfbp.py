@@ -1,6 +1,6 @@
-"""MG-WFBP's rule of which gradients are sent together, and the exact partition.
+"""MG-WFBP: its rule for merging gradients into transfers, and the exact partition.
 
-Transfers run one at a time, in order, each from when its last gradient is ready. For MG-WFBP, S bytes take
+Transfers run one at a time, in order, and start when their last gradient is ready. For MG-WFBP, S bytes take
 ``latency_ns + S ns_per_byte``; for the exact partition, the longest of several such lines.
 """
 
@@ -12,14 +12,14 @@ def merge(ready_ns: Sequence[int], nbytes: Sequence[int], latency_ns: float, ns_
 
     Shi, Chu and Li, "MG-WFBP: Efficient Data Communication for Distributed Synchronous SGD Algorithms" (arXiv
     1811.11141), algorithm 1: starting with the gradient that is ready first, the current transfer takes in
-    its neighbour if that is ready before the start of the transfer plus the latency. Waiting for it then
+    the next gradient if that is ready before the start of the transfer plus the latency. Waiting for it then
     costs less than a second latency, so the last transfer never ends later than with one transfer per
     gradient. The paper calls the rule optimal, and for two gradients it is. From three on it may not be,
-    because it never undoes a merge: with a latency of 10 and 1 per byte, ready at 0, 8, 16 with 1, 1 and 20
-    bytes, it merges all and ends at 48, while sending the first alone ends at 47. Starting with the last
-    gradient is not exact, either. Up to ten gradients it is within 2 % of the best partition on average
-    (tests/plan/test_mg_wfbp.py); if no pause between many gradients exceeds the latency, it merges them all.
-    ``best_partition`` is exact.
+    because it never undoes a merge: with a latency of 10, 1 per byte, and gradients of 1, 1 and 20 bytes
+    ready at 0, 8 and 16, it merges all and ends at 48, while sending the first alone ends at 47. Starting
+    with the last gradient is not exact, either. Up to ten gradients it is within 2 % of the best partition on
+    average (tests/plan/test_mg_wfbp.py); if no pause between many gradients exceeds the latency, it merges
+    them all. ``best_partition`` is exact.
     """
     groups: list[list[int]] = []
     group: list[int] = []
@@ -39,16 +39,16 @@ def best_partition(
 ) -> list[list[int]]:
     """Return the indices of each group's gradients, such that no other partition into runs ends earlier.
 
-    Gradients are in order of readiness. ``lines``: latencies in ns, and ns per byte; a transfer takes as long
-    as the longest of them. A group is one transfer per dtype. Dynamic programming in O(n^2): the end of a
-    group only grows with that of the group before it, so the best partition of the first gradients is part of
-    a best one of more. For one dtype and one line, groups that are not runs do not end earlier, either: the
+    Gradients are in order of readiness. Each of ``lines`` is a latency in ns and the ns per byte; a transfer
+    takes the longest of their times. A group is one transfer per dtype. Dynamic programming in O(n^2): a
+    group never ends earlier if the group before it ends later, so some best partition contains a best one of
+    its first gradients. With one dtype and one line, groups that are not runs do not end earlier, either:
     runs with the same last gradients leave no transfer more bytes to wait for.
     """
     ends = [0.0]
-    """End of the best partition of the first gradients, by their number."""
+    """Time in ns at which the best partition of the first n gradients ends, by n."""
     cuts: list[int] = []
-    """Start of its last group."""
+    """Index of the first gradient in that partition's last group, by n - 1."""
     for last in range(len(ready_ns)):
         parts: dict[str, tuple[float, int]] = {}  # when a type's last gradient is ready, and bytes, from the last type to the first
         best, cut = float("inf"), last

@@ -18,18 +18,19 @@ COLLECTIVES: frozenset[str] = frozenset({"all_reduce", "reduce", "broadcast", "a
 class Operation:
     """One operation of one rank. It starts when every operation in ``after`` has ended.
 
-    Operations between ranks (``COLLECTIVES``): the ranks of ``group`` start them on ``communicator`` in one
-    order, and as many run there at once as it carries (``fleetbench.plan.groups``); a rank in none of the
-    group's parts treats them as done. Operations of one rank:
+    All ranks of ``group`` start operations between ranks (``COLLECTIVES``) on ``communicator`` in the same
+    order; ``fleetbench.plan.groups`` says how many run at once. A rank in none of the group's parts treats
+    them as done. Operations of one rank:
 
-    - ``gate`` holds its compute until the operations in ``after`` have ended;
-    - ``update`` applies the optimizer, to one bucket if it names one; ``skip`` leaves it out;
+    - ``gate`` delays compute until the operations in ``after`` have ended;
+    - ``update`` applies the optimizer, to one bucket if ``bucket`` is set; ``skip`` ends a step without an
+      update;
     - ``accumulate`` adds a micro-batch's gradient to a bucket's sum, and ``release`` makes that sum over
       ``divisor`` the gradient;
-    - ``difference`` computes the delta of a trainer that trains alone;
+    - ``difference`` computes the delta if there is only one trainer;
     - ``outer`` turns the averaged delta into the step of the outer optimizer (``fleetbench.plan.outer``);
-    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; as a ``mixture``, a share of
-      them stays;
+    - ``merge`` replaces the parameters by the snapshot plus the averaged delta; with payload ``mixture``, a
+      share of the trainer's own values stays;
     - ``reset`` clears what its payload names: the optimizer's state, or a gradient's sum;
     - ``hold`` keeps batch-norm statistics unchanged in this micro-batch.
 
@@ -37,11 +38,11 @@ class Operation:
     """
 
     id: int
-    """Id of the operation: unique in a rank's run, and equal on every rank of a trainers' group."""
+    """Id of the operation, unique in a rank's run, and equal on all trainers of a group."""
     kind: Collective | Local
     payload: Payload | None = None
-    """Content that it carries or changes. ``delta`` is the parameters minus the last snapshot; ``unused`` has
-    one flag per parameter.
+    """Content that the operation carries or changes. ``delta`` is the parameters minus the last snapshot;
+    ``unused`` has one flag per parameter.
 
     ``agreement`` is each trainer's progress and learning rate; ``loss`` adds its loss.
     """
@@ -53,20 +54,19 @@ class Operation:
     communicator: int = 0
     divisor: int = 1
     fragment: int | None = None
-    """Fragment of the model that ``difference``, ``outer`` and ``merge`` change; none: the whole model."""
+    """Index of the fragment that ``difference``, ``outer`` and ``merge`` change. None: the whole model."""
     after: tuple[int, ...] = ()
     message: str | None = None
     """Kind of the ``Message`` that the receiver of a ``send`` gets."""
     rank: int | None = None
-    """Rank of the group that it concerns; none: all."""
+    """Rank in the group that the operation concerns. None: all ranks."""
     count: int = 0
-    """Number of gradients that it is about."""
+    """Number of gradients, or in GeoSGD of recorded steps, that the operation concerns."""
     delay_ns: int = 0
-    """Nanoseconds of ``set_timer`` until ``TimerFired``. A role has one timer; setting it again restarts
-    it."""
+    """Time in ns from ``set_timer`` to ``TimerFired``. A role has one timer; setting it again restarts it."""
 
     def shifted(self, base: int) -> Operation:
-        """Return the same operation with its ids shifted by ``base``."""
+        """Return a copy with ``base`` added to its id and to the ids in ``after``."""
         return dataclasses.replace(self, id=self.id + base, after=tuple([other + base for other in self.after]))
 
 
@@ -81,11 +81,11 @@ def tupled(data: Any) -> Any:
 
 
 def wire_bytes(operation: Operation, ranks: int) -> int:
-    """Return the bytes that one rank sends, as a mean over ``ranks``, for a collective of S bytes in a ring.
+    """Return the bytes that one rank sends for a collective of S bytes in a ring, averaged over P = ``ranks`` ranks.
 
-    An all-reduce sends 2((P-1)/P)S. A reduce and a broadcast forward S P - 1 times, and a reduce-scatter and
-    an all-gather are the halves of an all-reduce: ((P-1)/P)S each. Gathered rows (``rows``) of S bytes per
-    rank go to the P - 1 others: (P-1)S.
+    An all-reduce sends 2((P-1)/P)S. A reduce and a broadcast forward S bytes P - 1 times in total, and a
+    reduce-scatter and an all-gather are the halves of an all-reduce: ((P-1)/P)S each. Gathered rows
+    (``rows``) of S bytes per rank go to the P - 1 others: (P-1)S. A ``send`` sends S.
     """
     if operation.kind not in COLLECTIVES or ranks == 1:
         return 0

@@ -1,13 +1,13 @@
 """Outer optimizer and fragments: how a round of local steps ends, and for which part of the model.
 
-DiLoCo (arXiv 2311.08105) steps an outer optimizer on the mean difference Delta = Theta - theta of a round of
-H updates, with Theta and v equal on all trainers:
+After a round of H updates, DiLoCo (arXiv 2311.08105) steps an outer optimizer on the mean of the differences
+Delta = Theta - theta. Theta, the last agreed parameters, and the momentum v are equal on all trainers:
 
     v = mu v + Delta;   Theta = Theta - eta (Delta + mu v)         # torch.optim.SGD(nesterov=True); without Nesterov eta v
 
-Streaming DiLoCo (arXiv 2501.18512) gives P fragments of the model rounds of h = H / P updates in turn. After
-update h - tau of round r, the exchange of fragment r mod P starts. After update h it is merged into the
-current theta, of which a share alpha stays.
+Streaming DiLoCo (arXiv 2501.18512) divides the model into P fragments, which have rounds of h = H / P updates
+in turn. After update h - tau of round r, the exchange of fragment r mod P starts. After update h it is merged
+into the current theta, of which a share alpha stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fleetbench.strategy import DistributedStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
-    """The outer optimizer's step."""
+    """Settings of the outer optimizer; see ``torch.optim.SGD``."""
 
     lr: float
     momentum: float
@@ -30,9 +30,9 @@ class Outer:
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Outer | None:
-        """Return the outer optimizer.
+        """Return the outer optimizer of a strategy.
 
-        None if trainers average, that is, with a rate of 1 without momentum.
+        None if trainers only average, which equals a learning rate of 1 without momentum.
         """
         configs = strategy.averaging
         if not strategy.is_local or not configs.has_outer:
@@ -42,7 +42,7 @@ class Outer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragments:
-    """Rounds of fragments. Updates of a warm-up, and before ``begin_step``, exchange the whole model."""
+    """Settings of the fragments' rounds. Updates of a warm-up, and before ``begin_step``, exchange the whole model."""
 
     number: int
     """Number of fragments, P."""
@@ -56,7 +56,7 @@ class Fragments:
 
     @classmethod
     def of(cls, strategy: DistributedStrategy) -> Fragments | None:
-        """Return the fragments; none if the end of a round exchanges and merges the whole model."""
+        """Return a strategy's fragments, or None if the end of a round exchanges and merges the whole model."""
         configs = strategy.localsgd_configs
         if not strategy.localsgd or not configs.has_fragments:
             return None
@@ -68,8 +68,8 @@ class Fragments:
 def runs_of_layers(gradients: Sequence[Gradient], number: int, order: Sequence[str]) -> list[list[Gradient]]:
     """Split ``gradients`` into ``number`` runs of whole layers such that the largest is as small as possible.
 
-    Each run keeps their order. ``order``: names of the gradients in the model's order; none: the reverse of
-    ``gradients``. Raises ``ConfigError`` for too few layers.
+    Gradients keep their order within a run. ``order`` has the names of the gradients in the model's order; if
+    empty, that is the reverse of ``gradients``. Raises ``ConfigError`` if there are fewer layers than runs.
     """
     layers = {gradient.name: gradient.layer for gradient in gradients}
     sizes = {layers[name]: 0 for name in order or list(layers)[::-1] if name in layers}
@@ -87,7 +87,7 @@ def runs_of_layers(gradients: Sequence[Gradient], number: int, order: Sequence[s
 
 
 def _runs(sizes: dict[str, int], most: int, number: int) -> dict[str, int]:
-    """Return the run of each layer, in runs of at most ``most`` bytes, and at least ``number`` of them."""
+    """Return the run of each layer. Runs have at most ``most`` bytes, and there are at least ``number`` of them."""
     found: dict[str, int] = {}
     run = size = 0
     for place, (layer, nbytes) in enumerate(sizes.items()):

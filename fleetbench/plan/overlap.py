@@ -1,9 +1,9 @@
-"""Overlap: how long a backward and the all-reduces beside it take if they slow each other.
+"""Overlap: the durations of a backward and of the all-reduces during it, if they slow each other.
 
-The model is one rank of many that are alike. Its backward passes the times at which buckets are ready;
-starting a bucket's all-reduce delays it; all-reduces run one after the other. While one is in flight, compute
-takes ``1 + compute`` times as long; while the backward runs, an all-reduce takes ``1 + collective`` times as
-long. The simulator integrates the same rules.
+The model is one rank of many that are alike. A bucket's all-reduce is started once the backward reaches the
+time at which the bucket is ready, and starting it delays the backward. All-reduces run one after the other.
+While one is in flight, compute takes ``1 + compute`` times as long; while the backward runs, an all-reduce
+takes ``1 + collective`` times as long. The simulator integrates the same rules.
 """
 
 import math
@@ -29,16 +29,16 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Overlapped:
-    """Result of an exchange."""
+    """Durations with mutual slowdown."""
 
     backward_s: float
     """Seconds of the backward, including delays and slowdown."""
     stall_s: float
-    """Seconds from the end of the backward to that of the last all-reduce."""
+    """Seconds from the end of the backward to the end of the last all-reduce."""
 
 
 def overlap(exchange: Exchange, compute: float, collective: float) -> Overlapped:
-    """Return how long the exchange takes with these two slowdowns."""
+    """Return the durations if compute has the slowdown ``compute``, and all-reduces ``collective``."""
     order = sorted(range(len(exchange.ready_s)), key=exchange.ready_s.__getitem__)
     marks = [0.0, *accumulate((exchange.ready_s[index] for index in order), max)]
     work: list[tuple[float, float]] = []  # seconds without slowdown, and the factor while an all-reduce is in flight

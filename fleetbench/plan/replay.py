@@ -1,6 +1,6 @@
-"""Replay: events and decisions of one role of a run.
+"""Replay: the recorded events and decisions of one role in a run.
 
-The same events on its first state must give the same decisions.
+Handling the same events from the role's initial state must give the same decisions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fleetbench.plan.state import State
 from fleetbench.plan.training import CollectiveTraining
 
 Entry = tuple[int, Event, Operations]
-"""Time in ns, an event, and the operations that it started."""
+"""Entry of a log: time in ns, event, and the operations that the event started."""
 S = TypeVar("S", bound=State | RoleState)
 
 
 class Strategy(Protocol[S]):
-    """Two functions over plain state; it never decides a collective from ``now_ns``."""
+    """A strategy: two functions over plain state. It never decides a collective from ``now_ns``."""
 
     def init(self, role: Role, rank: int, first_step: int = 1) -> S:
         """Return the state before the first event."""
@@ -41,7 +41,7 @@ T = TypeVar("T", bound=Strategy[Any])
 
 @dataclass(slots=True)
 class StatefulStrategy(Generic[T, S]):
-    """One role with its state, as an executor drives it; keeps a log if requested."""
+    """A role's strategy with its current state, for an executor; it keeps a log if requested."""
 
     strategy: T
     state: S
@@ -96,7 +96,7 @@ RoleDecider = StatefulStrategy[ServerTraining, RoleState]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A role's log, with its initial state. Roles of parameter servers follow rules, others a plan."""
+    """A role's log and initial state. ``basis`` is a plan, or the rules of parameter servers."""
 
     basis: Plan | ServerRules
     rank: int
@@ -105,12 +105,12 @@ class Recording:
     role: Role = "trainer"
 
     def replayed(self, strategy: CollectiveTraining | None = None) -> list[Operations]:
-        """Return the operations decided again for the same events; a plan needs its ``strategy``."""
+        """Decide each event of the log again, and return the operations; a role with a plan needs its ``strategy``."""
         role: StatefulStrategy[Any, Any] = StatefulStrategy(strategy or ServerTraining(self.basis), self.initial)  # type: ignore[arg-type]  # roles have rules
         return [role.on(now, event) for now, event, _ in self.log]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the recording as plain data."""
         entry: dict[str, Any] = {"rank": self.rank, "log": encoded(self.log)}
         if isinstance(self.initial, State):
             assert isinstance(self.basis, Plan)
@@ -146,7 +146,7 @@ def encoded(log: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def decoded(data: Iterable[Mapping[str, Any]]) -> tuple[Entry, ...]:
-    """Return the log that ``encoded`` gave, also through JSON."""
+    """Return the log from which ``encoded`` made ``data``, which may have been stored as JSON."""
     log = []
     for entry in map(tupled, data):
         now, kind, operations = entry.pop("now_ns"), EVENTS[entry.pop("event")], entry.pop("operations")

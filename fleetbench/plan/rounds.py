@@ -1,6 +1,6 @@
 """Rounds: updates between synchronisations over a training run, and a short run that represents it.
 
-A step is priced in a window that is much shorter than the training. If all rounds are alike, a few whole
+A step is timed in a window that is much shorter than the training. If all rounds are alike, a few whole
 rounds are enough. If they differ, a simulated step is the mean over all lengths, weighted by their shares of
 the updates; and a leg of real steps has as many synchronisations per update as the whole training.
 """
@@ -17,12 +17,12 @@ from fleetbench.strategy import DistributedStrategy
 EVERY_UPDATE = 1 << 40
 """Value of ``begin_step`` with which trainers synchronise after every update, whatever K is."""
 _LONGEST = 1000
-"""Number of updates in the round that represents trainers who train alone at first."""
+"""Largest number of updates in the round that represents trainers training alone before ``begin_step``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Rounds that all have the same number of updates; 1 if trainers synchronise after each."""
+    """Rounds of ``k`` updates each; ``k`` is 1 if trainers synchronise after every update."""
 
     k: int
 
@@ -34,9 +34,9 @@ class Varying:
     cadence: Cadence
 
     def shares(self, updates: int, epoch_updates: int | None) -> dict[int, float]:
-        """Return the share of a training's updates in rounds of each length.
+        """Return the share of a training's updates in rounds of each length, by length.
 
-        Without ``epoch_updates`` the training is one epoch.
+        If ``epoch_updates`` is None, the training is one epoch.
         """
         cadence, counts = self.cadence, Counter[int]()
         assert cadence.k_steps is not None
@@ -62,7 +62,7 @@ Levels = tuple[tuple[DistributedStrategy, float], ...]
 
 
 def rounds_of(cadence: Cadence | None) -> Rounds:
-    """Return what is known about rounds before the training. Without a cadence trainers update together."""
+    """Return the lengths of rounds, as far as known before the training; without a cadence, rounds of one update."""
     if cadence is None or cadence.begin_step >= EVERY_UPDATE:
         return Constant(1)
     if cadence.k_steps is None:
@@ -72,7 +72,7 @@ def rounds_of(cadence: Cadence | None) -> Rounds:
 
 
 def held(strategy: DistributedStrategy, k: int) -> DistributedStrategy:
-    """Return the strategy, which has local steps, with constant rounds of ``k`` updates.
+    """Return ``strategy``, which has local steps, with its rounds changed to ``k`` updates each.
 
     Its outer optimizer and wire type stay.
     """
@@ -86,9 +86,9 @@ def held(strategy: DistributedStrategy, k: int) -> DistributedStrategy:
 
 
 def levels(strategy: DistributedStrategy, steps: int, steps_per_epoch: int | None = None) -> Levels:
-    """Return the kinds of rounds in a training of this many steps.
+    """Return a strategy for each length of round in a training of ``steps`` steps, with its share of the updates.
 
-    It is the strategy itself if all rounds are alike, or if their length is not known.
+    The only entry is ``strategy`` itself if all rounds are alike, or if their lengths are not known.
     """
     if not strategy.is_local:
         return ((strategy, 1.0),)
@@ -101,9 +101,9 @@ def levels(strategy: DistributedStrategy, steps: int, steps_per_epoch: int | Non
 
 
 def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
-    """Return rounds of ``pace`` updates on average, from the two whole numbers around it.
+    """Return strategies with constant rounds that, by their shares, synchronise once per ``pace`` updates on average.
 
-    With fragments, K is a multiple of their number.
+    The lengths of rounds are the whole numbers around ``pace``, with fragments the multiples of their number.
     """
     parts = strategy.localsgd_configs.fragments if strategy.localsgd else 1
     low = max(parts, math.floor(pace / parts) * parts)
@@ -115,8 +115,9 @@ def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
 def in_leg(found: Levels, updates: int) -> DistributedStrategy:
     """Return the strategy of a leg of ``updates`` updates that synchronises as often as ``found``.
 
-    They synchronise first after each update, then after every K-th. K is the largest in whole rounds that is
-    within 1 %. With fragments or overlap K is unchanged, because an exchange overlaps it.
+    It synchronises after each of the first updates, then after every K-th. K is the largest with which whole
+    rounds come within 1 % of that rate. With fragments or overlap K is unchanged, because an exchange
+    overlaps it.
     """
     if len(found) == 1:
         return found[0][0]

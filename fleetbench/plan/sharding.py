@@ -21,8 +21,8 @@ from fleetbench.sharding_configs import ShardingConfigs
 from fleetbench.strategy import DistributedStrategy
 
 REST = ""
-"""Name of the block of all parameters outside of other blocks. It is gathered when the forward begins, and
-stays."""
+"""Name of the block of all parameters outside of other blocks. It is gathered when the forward begins, and is
+not freed."""
 _FIELD = "strategy.sharding_configs"
 
 
@@ -31,20 +31,20 @@ class Block:
     """Parameters that are gathered together, and whose gradients are one bucket."""
 
     name: str
-    """Name of the submodule; ``REST`` for the parameters in no other block."""
+    """Name of the block's submodule; ``REST`` for the parameters in no other block."""
     bucket: int
-    """Index of the bucket of its gradients."""
+    """Index of the bucket of the block's gradients."""
     nbytes: int
-    """Bytes of the gathered parameters, padded so that all shards have one size."""
+    """Bytes of the gathered parameters, padded so that all shards have the same size."""
     regathers: bool
-    """Whether they are gathered again before the block's backward."""
+    """Whether the parameters are gathered again before the block's backward."""
 
 
 def block_of(name: str, given: Sequence[str] = ()) -> str:
-    """Return the block of the parameter ``name``: the one in ``given`` that contains it.
+    """Return the name of the block of the parameter ``name``: the smallest one in ``given`` that contains it.
 
-    Without ``given``, it is its module in a list (``layers.3``), else its first module whose name ends in a
-    number (``block3``).
+    Without ``given``, it is the parameter's module in a list (``layers.3``), else its first module whose name
+    ends in a number (``block3``), else ``REST``.
     """
     if given:
         inside = [block for block in given if name.startswith(f"{block}.")]
@@ -57,9 +57,9 @@ def block_of(name: str, given: Sequence[str] = ()) -> str:
 
 
 def blocks_of(names: Iterable[str], given: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the parameters of each block, blocks in forward order, ``REST`` first.
+    """Return the names of each block's parameters, with blocks in forward order and ``REST`` first.
 
-    ``names`` are in the model's order. Raises ``ConfigError`` for a block of ``given`` without parameters of
+    ``names`` are in the model's order. Raises ``ConfigError`` if a block of ``given`` has no parameters of
     its own.
     """
     found: dict[str, list[str]] = {REST: [], **{name: [] for name in given}}
@@ -75,7 +75,8 @@ def blocks_of(names: Iterable[str], given: Sequence[str] = ()) -> dict[str, list
 def degree_of(configs: ShardingConfigs, trainers: int) -> int:
     """Return the number of trainers per shard group.
 
-    Raises ``ConfigError`` if it does not divide all trainers.
+    Raises ``ConfigError`` if it does not divide the number of trainers, or if ``reshard_after_forward`` does
+    not divide it.
     """
     degree = configs.sharding_degree or trainers
     _refuse_uneven(degree, trainers, "sharding_degree", "trainers")
@@ -92,14 +93,14 @@ def _refuse_uneven(number: int, whole: int, field: str, what: str, least: int = 
 
 
 def gathered_bytes(configs: ShardingConfigs, dtype: str) -> int:
-    """Return the bytes of a gathered element of this type."""
+    """Return the bytes of a gathered element whose parameter has type ``dtype``."""
     return DTYPE_BYTES[dtype] if configs.param_dtype == "own" else min(DTYPE_BYTES[dtype], DTYPE_BYTES[configs.param_dtype])
 
 
 def groups_of(configs: ShardingConfigs, trainers: int) -> dict[str, Parts]:
-    """Return ``world``, and ``shard``, ``replica`` and ``reshard`` if they differ.
+    """Return the group ``world``, and ``shard``, ``replica`` and ``reshard`` if they differ from larger groups.
 
-    Raises as ``degree_of`` does.
+    Raises ``ConfigError`` as ``degree_of`` does.
     """
     degree = degree_of(configs, trainers)
     found = {"world": world_of(trainers)}
@@ -117,10 +118,10 @@ def _neighbours(trainers: int, number: int) -> Parts:
 
 
 def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrategy, order: Sequence[str]) -> dict[str, list[Gradient]]:
-    """Return the gradients of each block in order of readiness, blocks in forward order.
+    """Return the gradients of each block in order of readiness, with blocks in forward order.
 
-    ``order``: names in the model's order; none: the reverse of ``gradients``. Raises ``ConfigError`` for what
-    cannot be sharded.
+    ``order`` has the names in the model's order; if empty, that is the reverse of ``gradients``. Raises
+    ``ConfigError`` for a sparse gradient, or a block with several types.
     """
     sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
     if sparse is not None:
@@ -142,9 +143,10 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
 def lay_out_blocks(
     named: Sequence[tuple[str, Bucket]], strategy: DistributedStrategy, trainers: int, *, keeps_last: bool = True
 ) -> tuple[tuple[Block, ...], Operations]:
-    """Return the blocks in forward order, and the exchange of their buckets, with ids in bucket order.
+    """Return the blocks in forward order, and the operations that exchange their buckets, in bucket order.
 
-    ``keeps_last``: the last block is kept from its forward to its backward, which follows at once.
+    With ``keeps_last``, the last block is kept from its forward to its backward, which follows at once.
+    Raises ``ConfigError`` as ``degree_of`` does, and for local steps of a single shard group.
     """
     configs, degree = strategy.sharding_configs, degree_of(strategy.sharding_configs, trainers)
     if strategy.is_local and degree == trainers:

@@ -1,4 +1,4 @@
-"""State: what a strategy of trainers remembers."""
+"""State: what a strategy remembers about a trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class State(NamedTuple):
     """A trainer's decisions so far. Plain data that is saved with a checkpoint.
 
     A *step* is one forward and backward; an *update* ends one step, or with gradient merge several. Both are
-    counted from 1, and warm-up ends at 0. It is a tuple because every event of a step creates a new state,
-    and a tuple is cheaper than a frozen dataclass.
+    counted from 1; those of a warm-up have numbers up to 0. ``State`` is a tuple because every event of a step
+    creates a new one, and a tuple is cheaper than a frozen dataclass.
     """
 
     first_step: int = 1
     """Number of the first step; below 1 if training warms up."""
     step: int | None = None
-    """Number of the current or last step; none before the first."""
+    """Number of the current or last step; None before the first."""
     in_step: bool = False
     """Whether the state is between ``StepBegin`` and the step's update or skip."""
     next_id: int = 0
@@ -28,29 +28,29 @@ class State(NamedTuple):
     step_id: int = 0
     """Id of the first operation of the current step."""
     phase: int = 0
-    """Number of steps since the last update, among those that share one."""
+    """Number of steps since the last update, if several steps share one."""
     merged: int = 0
-    """Number of these steps whose gradients are in the sum."""
+    """Number of steps since the last update whose gradients are in the sum."""
     origin: int = 0
-    """Number of the update before the first."""
+    """Number of the update before this state's first; 0 for a new training without warm-up."""
     updates: int = 0
     """Number of the last update."""
     last_sync: int | None = None
-    """Number of the last update after which trainers agreed; none before the first, unless the first round is
-    whole: ``origin``."""
+    """Number of the last update after which trainers agreed, with fragments on at least one of them. None
+    before that; equal to ``origin`` if the first round must be a whole one."""
     fragment: int = 0
-    """Fragment that is merged next."""
+    """Index of the fragment that is merged next."""
     flight: int | None = None
-    """Id of the first operation of its exchange, if that is running between steps."""
+    """Id of the first operation of the exchange of ``fragment``, if it is running between steps."""
     agreed: int | None = None
-    """With fragments: number of the last update after which trainers agreed on the whole model; none before
+    """Number of the last update after which trainers with fragments agreed on the whole model; None before
     the first."""
     epoch: int = 0
     """Number of epochs that have ended."""
     epoch_ended: bool = False
     """Whether an epoch has ended since trainers last averaged their losses."""
     rounds: Rounds | None = None
-    """State of adaptive Local SGD: its K, and what K follows."""
+    """State of adaptive Local SGD: K, and the losses and learning rates that it depends on."""
     scale: Scale | None = None
     """State of the loss scaling."""
 
@@ -60,7 +60,7 @@ class State(NamedTuple):
         return self.first_step if self.step is None else self.step + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the state as plain data."""
         return {name: dataclasses.asdict(value) if isinstance(value, Rounds | Scale) else value for name, value in self._asdict().items()}
 
     @classmethod
@@ -72,7 +72,7 @@ class State(NamedTuple):
 
 
 def closed_round(before: State, after: State) -> int | None:
-    """Return the number of updates in the round that an event ended; none if it ended none."""
+    """Return the number of updates in the round that an event ended, or None if it ended none."""
     if after.last_sync != after.updates or before.last_sync == after.last_sync:
         return None
     return after.updates - (before.origin if before.last_sync is None else before.last_sync)

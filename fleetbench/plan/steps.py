@@ -1,7 +1,7 @@
 """Steps: the operations of one step, for any combination.
 
-Accumulation determines whether the step ends an update, cadence whether trainers synchronise after it, the
-exchange what carries a bucket, and the scaler whether the update waits for an overflow check.
+Accumulation determines whether the step ends an update, cadence whether trainers synchronise after it. The
+plan's exchange has the operations of a bucket, and the scaler makes an update wait for an overflow check.
 """
 
 import dataclasses
@@ -24,35 +24,35 @@ class StepKind:
     """Properties that distinguish one step from another."""
 
     closes: bool
-    """Whether it ends an update."""
+    """Whether the step ends an update."""
     merged: int
-    """Number of steps whose gradients share that update so far, including this one."""
+    """Number of steps whose gradients are in the current update so far, including this step."""
     meets: bool
-    """Whether trainers with local steps average after it."""
+    """Whether trainers with local steps average after the step."""
     asks_loss: bool
-    """Whether they also average their losses."""
+    """Whether trainers average their losses as well."""
     starts: int | None = None
     """Index of the fragment whose exchange starts after this step, if any."""
     merges: int | None = None
-    """Fragment that is merged after it."""
+    """Index of the fragment that is merged after this step, if any."""
     flight: int | None = None
-    """First operation of the exchange of the merged fragment, relative to the step's first; none if the
-    exchange starts after this step."""
+    """Id of the first operation of the merged fragment's exchange, relative to the step's first operation.
+    None if the exchange starts after this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepOperations:
     """Operations of one step, by event. Ids count from 0 at the step's first operation.
 
-    A strategy has one object for each kind of step.
+    A strategy has one such object for each kind of step.
     """
 
     on_begin: Operations = ()
     """Operations at the start of the step."""
     on_forward: tuple[Operations, ...] = ()
-    """Operations before each block's forward of a sharded model, by block; empty without blocks."""
+    """Operations before each block's forward, by block; empty if the model is not sharded."""
     on_backward: tuple[Operations, ...] = ()
-    """Operations before each block's backward, by block; empty without blocks."""
+    """Operations before each block's backward, by block; empty if the model is not sharded."""
     on_bucket: tuple[Operations, ...]
     """Operations when each bucket is ready, by bucket."""
     on_backward_end: Operations
@@ -60,11 +60,11 @@ class StepOperations:
     on_finite: Operations = ()
     """Operations after an observed ``found_inf`` of 0."""
     on_overflow: Operations = ()
-    """Operations after another value of ``found_inf``."""
+    """Operations after an observed ``found_inf`` other than 0."""
 
     @property
     def flight(self) -> int:
-        """Id of the first operation after the update."""
+        """Id of the operation after the update, the first of a fragment's exchange."""
         kinds = [operation.kind for operation in self.on_backward_end]
         return self.on_backward_end[0].id + kinds.index("update") + 1
 
@@ -87,7 +87,7 @@ class StepOperations:
 
 @dataclass(slots=True)
 class _Builder:
-    """Assigns ids, and remembers those of the plan's exchange."""
+    """Creates operations with consecutive ids, and remembers the new ids of the plan's exchange."""
 
     plan: Plan
     next_id: int = 0
@@ -96,18 +96,18 @@ class _Builder:
     """Id of the last reduce-scatter of a sharded model's gradients."""
 
     def operation(self, kind: str, *, after: Iterable[int] = (), **what: object) -> Operation:
-        operation = Operation(id=self.next_id, kind=kind, after=tuple(after), **what)  # type: ignore[arg-type]  # callers name kinds that there are
+        operation = Operation(id=self.next_id, kind=kind, after=tuple(after), **what)  # type: ignore[arg-type]  # callers pass valid kinds
         self.next_id += 1
         return operation
 
     def small(self, payload: Payload, nbytes: int, after: Iterable[int]) -> Operations:
-        """Return one all-reduce over all trainers that belongs to no bucket; none for a single trainer."""
+        """Return an all-reduce over all trainers that belongs to no bucket; no operation for a single trainer."""
         if self.plan.trainers == 1:
             return ()
         return (self.operation("all_reduce", payload=payload, nbytes=nbytes, after=after),)
 
     def carry(self, operations: Iterable[Operation], payload: Payload, after: tuple[int, ...] = (), factor: int = 1) -> Operations:
-        """Return the plan's operations; those without predecessors there wait for ``after``."""
+        """Return operations of the plan with new ids; those that depend on no other wait for ``after``."""
         carried = []
         for operation in operations:
             waits = tuple(self.ids[other] for other in operation.after) or after
@@ -165,8 +165,8 @@ class _Gates:
     def before(self, block: int, phase: str) -> Operations:
         """Return the operations before a block: wait for its parameters, and start gathering the next block.
 
-        The first block's gather starts there as well. If compute waits for gathers, only the block's own
-        gather starts.
+        Before the first block's forward, its own gather starts as well. If compute waits for every gather,
+        only the block's own gather starts.
         """
         if self.build.plan.holds_gathers:
             own = self._gather(phase, block)
@@ -192,7 +192,7 @@ class _Gates:
 
 
 def _until_backward_end(what: Combination, step: StepKind, build: _Builder, begin: Operations) -> StepOperations:
-    """Return the step without its end; its operations have ids in the order of the plan's moments."""
+    """Return the operations until the end of the backward, with ids in the order of the plan's moments."""
     gates = _Gates(build, what, step) if build.plan.blocks else None
     in_compute: dict[str, dict[int, Operations]] = {"forward": {}, "backward": {}, "bucket": {}}
     for moment in build.plan.moments:
@@ -211,7 +211,7 @@ def average_of(plan: Plan, what: Combination) -> Operations:
 
 
 def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
-    """Return the operations that end an update between steps, from the gradients in the sum."""
+    """Return the operations of an update between steps, with the gradients summed so far."""
     build = _Builder(plan)
     operations: list[Operation] = []
     for bucket in plan.buckets:
@@ -222,7 +222,7 @@ def remainder_of(plan: Plan, what: Combination, step: StepKind) -> Operations:
 
 
 def _closing(what: Combination, build: _Builder) -> Operations:
-    """Return the operations between last bucket and update: flags of unused parameters, and buffers."""
+    """Return the operations between the last bucket and the update: flags of unused parameters, and buffers."""
     operations = _unused(what, build)
     if build.plan.buffers_nbytes and build.plan.trainers > 1 and not what.is_local:
         after = (operations[-1].id,) if operations else build.leaves
@@ -231,7 +231,7 @@ def _closing(what: Combination, build: _Builder) -> Operations:
 
 
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
-    if what.sharding is not None and what.sharding.stage > 1:  # shards are added as they come, and meet their replicas once an update
+    if what.sharding is not None and what.sharding.stage > 1:  # shards are summed in every step, and all-reduced once per update
         chain = [one for one in _gradient_chain(build.plan, bucket) if step.closes or one.kind == "reduce_scatter"]
         return _scattered(build, lambda: build.carry(chain, "gradient"))
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
@@ -241,15 +241,15 @@ def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> 
 
 
 def _gradient_chain(plan: Plan, bucket: int) -> list[Operation]:
-    """Return the operations that carry a bucket's gradients, without those of sharded workers' averages."""
+    """Return the operations that carry a bucket's gradients, not those that average sharded workers."""
     return [one for one in plan.of_bucket.get(bucket, ()) if one.payload != "delta"]
 
 
 def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
     """Return the operations that carry a bucket, with the gates of a sharded model's backward.
 
-    The backward waits for this bucket's scatter at once, or for the previous one, so that ``fully_shard`` has
-    one block's gradients in flight (``reduce_scatter_max_input_buffers``).
+    The backward waits for this bucket's scatter (``holds_scatters``) or for the previous one, because
+    ``fully_shard`` keeps one block's gradients in flight (``reduce_scatter_max_input_buffers``).
     """
     if not build.plan.blocks:
         return carry()
@@ -263,7 +263,7 @@ def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
 
 
 def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
-    """Return the operations that bring a bucket's gradient to its update."""
+    """Return a bucket's operations from its complete gradient to its update."""
     divisor = step.merged if what.averages_gradient else 1
     released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
     if what.is_local and what.sharding is None:
@@ -293,7 +293,7 @@ def _update(what: Combination, step: StepKind, build: _Builder, kind: str, after
 
 
 def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks_loss: bool) -> Operations:
-    """Return the averaging of parameters, then of everything else, one after the other; then the merge."""
+    """Return the operations that average parameters, then everything else one by one, and then merge."""
     plan = build.plan
     operations = [*(() if what.outer is None else _differ(build, None, after)), *_exchange(build, after)]
     after = build.leaves or after
@@ -316,12 +316,12 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
 
 
 def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Operations:
-    """Return the operation that computes the difference of a trainer that trains alone."""
+    """Return the operation that computes the difference if there is only one trainer, else none."""
     return (build.operation("difference", payload="delta", fragment=fragment, after=after),) if build.plan.trainers == 1 else ()
 
 
 def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
-    """Return the exchange of the whole model, one fragment after the other."""
+    """Return the operations that exchange the whole model, one fragment after the other."""
     operations: list[Operation] = []
     for part in build.plan.of_fragment or (tuple(one for one in build.plan.exchange if one.payload == "delta") or build.plan.exchange,):
         operations += build.carry(part, "delta", after)
@@ -330,13 +330,13 @@ def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
 
 
 def _set_out(build: _Builder, fragment: int, after: tuple[int, ...]) -> Operations:
-    """Return the exchange of a fragment with its current parameters."""
+    """Return the operations that exchange a fragment with its current parameters."""
     build.ids.clear()
     return (*_differ(build, fragment, after), *build.carry(build.plan.of_fragment[fragment], "delta", after))
 
 
 def _land(what: Combination, build: _Builder, fragment: int, after: tuple[int, ...], *, mixes: bool) -> Operations:
-    """Return the merge of a fragment whose exchange ends with the operations ``after``."""
+    """Return the operations that merge a fragment whose exchange ends with the operations ``after``."""
     assert what.fragments is not None
     stepped = () if what.outer is None else (build.operation("outer", fragment=fragment, after=after),)
     payload: Payload | None = "mixture" if mixes and what.fragments.mixing else None
@@ -367,16 +367,17 @@ def agreement_of(plan: Plan, what: Combination, *, landing: int | None, flight: 
 
 
 def _unused(what: Combination, build: _Builder) -> Operations:
-    """Return the exchange of one flag per parameter, if gradients are averaged and some may be missing."""
+    """Return the all-reduce of one flag per parameter, if gradients are averaged and some may be missing."""
     if not what.finds_unused or what.is_local:
         return ()
     return build.small("unused", sum(len(bucket.gradients) for bucket in build.plan.buckets), build.leaves)
 
 
 def exchanges_plainly(plan: Plan, what: Combination) -> bool:
-    """Whether every bucket is exchanged in the backward by one all-reduce over all ranks, in the gradients' own type.
+    """Whether the backward exchanges every bucket by one all-reduce over all ranks, in the gradients' own type.
 
-    It waits for nothing but its turn on its communicator, and nothing else depends on when a bucket is ready.
+    Each all-reduce waits only for its turn on its communicator, and nothing else depends on when a bucket is
+    ready.
     """
     if what.is_local or what.merges or what.updates_by_bucket or what.is_sequential or what.finds_unused:
         return False

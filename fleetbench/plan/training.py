@@ -1,8 +1,8 @@
-"""Training by collectives: accumulation x cadence x exchange x scaler, composed.
+"""Training by collectives: gradient accumulation, averaging schedule, exchange and loss scaling combined.
 
 Synchronous training averages every bucket when it is ready, then updates once. This equals
-DistributedDataParallel, and one process with the joint batch. With Local SGD, trainers update alone and
-average parameters when the cadence says, by their delta from a snapshot: ``p = snapshot + mean(p -
+DistributedDataParallel, and one process with the joint batch. With Local SGD, trainers update alone, and
+average parameters when the cadence says so, by their delta from a snapshot: ``p = snapshot + mean(p -
 snapshot)``. An outer optimizer may step on that mean, and fragments of the model may have their own rounds
 (``fleetbench.plan.outer``). If training ends, or the model is read, between two averagings, trainers average
 first (Fleet does not): fragments in flight are merged, then the rest is exchanged. With gradient merge,
@@ -21,7 +21,7 @@ from fleetbench.plan.steps import StepKind, StepOperations, agreement_of, averag
 from fleetbench.strategy import DistributedStrategy
 
 PLANNED = named("plan")
-"""Dotted names of the fields that executors of a plan carry out; others are refused when changed."""
+"""Dotted names of the strategy's fields that executors of a plan carry out; changes to others are refused."""
 
 
 class CollectiveTraining:
@@ -32,10 +32,10 @@ class CollectiveTraining:
         self.payload: Literal["gradient", "delta"] = "delta" if combination.is_local else "gradient"
         self.observes = combination.observes
         self.combination = combination
-        """Everything that each step combines. Executors use it instead of the strategy's fields."""
+        """Settings that are the same in every step. Executors use them instead of the strategy's fields."""
         self._known: dict[StepKind, StepOperations] = {}
 
-    def init(self, role: str, rank: int, first_step: int = 1) -> State:  # noqa: ARG002  # trainers are alike; the protocol has roles that are not
+    def init(self, role: str, rank: int, first_step: int = 1) -> State:  # noqa: ARG002  # the protocol has other roles, too
         """Return the state before the first step, which has a number below 1 if training warms up."""
         before, phase = divmod(first_step - 1, self.combination.steps_per_update)
         cadence = self.combination.cadence
@@ -50,7 +50,7 @@ class CollectiveTraining:
         )
 
     def on(self, state: State, now_ns: int, event: Event) -> tuple[State, Operations]:  # noqa: ARG002, PLR0911  # nothing is decided from the clock; one line an event
-        """Return the operations to start now.
+        """Return the new state, and the operations to start now.
 
         ``fleetbench.plan.drive`` defines the events and their order.
         """
@@ -84,10 +84,10 @@ class CollectiveTraining:
         return state.updates in (state.last_sync if self.combination.fragments is None else state.agreed, state.origin)
 
     def whole_step(self, state: State) -> tuple[State, StepOperations | None]:
-        """Return the next step at once: equal to folding ``on`` over its events.
+        """Decide the next step at once, with the same result as ``on`` for each of its events.
 
         ``state`` is between two steps. Returns None and the same state if the step observes a scalar. Only
-        the executor knows when the learning rate changes, so it must not use this for a step whose ``merge``
+        the executor knows when the learning rate changes, so it must not call this for a step whose ``merge``
         is followed by a new rate.
         """
         assert not state.in_step
@@ -102,7 +102,7 @@ class CollectiveTraining:
     def _kind(self, state: State, *, flushes: bool = False) -> StepKind:
         """Return the kind of the current or next step.
 
-        ``flushes``: the end of an epoch, which updates with the gradients in the sum.
+        ``flushes`` means the update at the end of an epoch, from the gradients summed so far.
         """
         what, update = self.combination, state.updates + 1
         closes = flushes or state.phase + 1 == what.steps_per_update
@@ -136,14 +136,14 @@ class CollectiveTraining:
         return self._known[kind]
 
     def _issue(self, state: State, operations: Operations) -> tuple[State, Operations]:
-        """Return operations of the current step with their final ids."""
+        """Return the new state, and the operations of the current step with their final ids."""
         if not operations:
             return state, ()
         issued = tuple(operation.shifted(state.step_id) for operation in operations)
         return state._replace(next_id=issued[-1].id + 1), issued
 
     def _between(self, state: State, operations: Operations) -> tuple[State, Operations]:
-        """Return operations that belong to no step."""
+        """Return the new state, and operations between steps with their final ids."""
         return self._issue(state._replace(step_id=state.next_id), operations)
 
     def _after_update(self, state: State, kind: StepKind) -> State:
@@ -170,7 +170,7 @@ class CollectiveTraining:
         return (state if waits else self._after_update(state, kind)), operations
 
     def _agree(self, state: State) -> tuple[State, Operations]:
-        """Average trainers that have updated alone since they last synchronised."""
+        """Average trainers that have updated alone since they last agreed."""
         rounds = self.combination.fragments
         if not self.combination.is_local or self.has_agreed(state):
             return state, ()
@@ -199,7 +199,7 @@ class CollectiveTraining:
         return state, ()
 
     def _end_epoch(self, state: State) -> tuple[State, Operations]:
-        """Treat a remainder of merged gradients: carry it over (Fleet), apply it as an update, or drop it."""
+        """Carry merged gradients over to the next epoch (as Fleet does), apply them as an update, or drop them."""
         state = state._replace(epoch=state.epoch + 1, epoch_ended=True)
         if self.combination.remainder == "carry" or not state.merged:
             return state, ()
@@ -211,14 +211,14 @@ class CollectiveTraining:
 
 
 def begin_anew(saved: State, strategy: CollectiveTraining, rank: int, *, same_strategy: bool) -> State:
-    """Return the state after ``saved`` for trainers that restart under ``strategy`` with shared parameters.
+    """Return the state with which trainers restart from ``saved`` under ``strategy``, with equal parameters.
 
-    Agreements that were under way among the old trainers are closed: a round of Local SGD, because all start
-    from the average; a gradient merge, because its sum is lost.
+    What the old trainers had begun together ends: a round of Local SGD, because all start from the average; a
+    gradient merge, because its sum is lost.
 
-    Steps, epochs and the loss scale continue. With the same strategy, so do updates, the K of an adaptive
-    round and what it follows. With another one, updates are counted anew from its first step, because they
-    may count another number of steps.
+    Steps, epochs and the loss scale continue. With the same strategy, so do updates, and the K of an adaptive
+    round with all that it depends on. With another strategy, the number of updates is computed from the
+    number of steps, because an update may have another number of steps.
     """
     if same_strategy:
         agreed = saved.last_sync if saved.updates == saved.origin else saved.updates

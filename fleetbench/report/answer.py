@@ -27,43 +27,43 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of the default and of another strategy, formatted."""
+    """Formatted values of one figure for the default and for another strategy."""
 
     what: str
     """Name of the figure."""
     today: str
-    """Value of the default."""
+    """Value for the default."""
     other: str
-    """Value of the other strategy."""
+    """Value for the other strategy."""
     gain: str = ""
-    """Ratio of the two, with its interval."""
+    """Ratio of the default's value to the other strategy's, with its interval."""
     rests_on: str = ""
     """Evidence for the figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A tuning's answer, formatted."""
+    """Answer of a tuning, as formatted text."""
 
     verdict: str
     """Verdict: ``USE``, ``KEEP DEFAULT`` or ``UNDECIDED``."""
     what: str
-    """Strategy to use, or the best one tried without a gain, in words."""
+    """Strategy to use, or the best one that was tried if none is recommended, in words."""
     column: str
-    """Heading of that strategy's column of figures."""
+    """Heading of that strategy's column in the table of ``figures``."""
     figures: tuple[Figure, ...]
     """Figures of both strategies."""
     lines: tuple[tuple[str, str], ...]
-    """Headings, each with the text below it."""
+    """Pairs of a heading and its text."""
     seeds: tuple[tuple[str, ...], ...] = ()
     """Rows, one per seed with its own runs to the target: seed, steps and seconds of the default, steps and
     seconds of the other strategy, ratio."""
 
 
 def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_seed: int = 0) -> Answer:
-    """Return the answer of a tuning's folder.
+    """Return the answer of the tuning in a folder.
 
-    ``splits``: see ``splits_of``; ``first_seed`` is that of the runs to the target.
+    ``splits`` is the result of ``splits_of``; ``first_seed`` is the first seed of the runs to the target.
     """
     used, best = found.verdict == "USE", best_of(found)
     tried = "" if best is None else in_words(best.strategy, found.arms[0].strategy)
@@ -127,16 +127,16 @@ def _rows(answer: Answer, width: int) -> list[str]:
 
 
 def best_of(found: Recommendation) -> Arm | None:
-    """Return the finalist, or else the fastest arm besides the default; none if no other arm ran."""
+    """Return the finalist, or else the fastest other arm than the default; None if no other arm ran."""
     ran = [arm for arm in found.arms[1:] if arm.ratio is not None]
     finalist = next((arm for arm in ran if arm.name == found.finalist), None)
     return finalist or min(ran, key=lambda arm: (arm.rejected is not None, arm.ratio), default=None)
 
 
 def step_seconds(found: Recommendation, best: Arm) -> tuple[float, float]:
-    """Return the seconds per step of the default and of another strategy.
+    """Return the seconds per step of the default and of the strategy ``best``.
 
-    They come from the pairs, or, if there are none, from the ranking legs.
+    They are measured in pairs or, without pairs, in the legs that rank the arms.
     """
     if found.speedup is not None and found.pairs:
         default_s = statistics.geometric_mean(pair.default_s for pair in found.pairs)
@@ -161,7 +161,7 @@ def _figures(found: Recommendation, best: Arm) -> Iterator[Figure]:
 
 
 def _seeds(found: Recommendation, best: Arm, first_seed: int) -> Iterator[tuple[str, ...]]:
-    """Yield each seed's runs to the target; nothing if both strategies train the same way."""
+    """Yield a row of ``Answer.seeds`` for each seed; nothing if both strategies train the same way."""
     default, seconds = found.arms[0].target, step_seconds(found, best)
     if default is None or best.target is None or best.target.from_arm == found.arms[0].name:
         return
@@ -188,7 +188,7 @@ def _ms(value_s: float) -> str:
 
 
 def _shares(splits: pd.DataFrame) -> Iterator[str]:
-    """Describe the default's two waits, each with its share of a step."""
+    """Yield a phrase for each of the default's waits that takes enough of a step."""
     if "default, real" not in splits.index:
         return
     row = splits.loc["default, real"].to_dict()

@@ -1,4 +1,4 @@
-"""Compare two runs: every key of their summaries, the quantiles of their step times, their plans."""
+"""Comparison of two runs: all keys of their summaries, the quantiles of their step times, and their plans."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 _HISTOGRAM = "staleness_histogram"
 _NAMES = frozenset({"schema", "seed"})
-"""Numbers whose ratio has no meaning."""
+"""Keys of numbers whose ratio has no meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One quantity of both runs.
+    """Values of one quantity in runs A and B.
 
-    ``ratio`` is ``b / a``. It is none for names, and if ``a`` is 0 or either is missing.
+    ``ratio`` is ``b / a``. It is None for names, and if ``a`` is 0 or a value is missing.
     """
 
     key: str
@@ -34,12 +34,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Runs A and B, compared."""
+    """Comparison of two runs, A and B."""
 
     a: str
     """Name of A: its folder's name, or its run id."""
     b: str
-    """Name of B, likewise."""
+    """Name of B: its folder's name, or its run id."""
     rows: tuple[Row, ...]
     """Quantities of both runs."""
     same_plan: bool
@@ -47,7 +47,7 @@ class Comparison:
     step_difference: float
     """Mean step time of B over that of A, minus 1."""
     staleness_variation: float | None = None
-    """Total variation distance between the two histograms of staleness; none if a run has none."""
+    """Total variation distance between the two histograms of staleness; None if a run has no histogram."""
 
     def text(self) -> str:
         """Return a plain-text table of the quantities that at least one run has."""

@@ -1,4 +1,4 @@
-"""A simulated run against a real one: what matches, and how large the simulation's errors are.
+"""Fidelity: a simulated run against a real one, their differences, and the errors of the simulation.
 
 Runs of one experiment have the same batches, decisions and straggler draws, so that step 7 of one is step 7
 of the other. The simulator's assumptions about links, the place where processes were started, and names may
@@ -46,10 +46,10 @@ _BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inte
 
 
 def differences_of(simulated: RunResult, real: RunResult) -> list[Figures]:
-    """Return all differences between two runs' experiments, ranks and steps.
+    """Return all differences between two runs' experiments, ranks, steps and plans.
 
-    Each has ``key``, its values in ``sim`` and ``real``, and ``other_steps``. Those with ``other_steps`` come
-    first: the runs did not do the same work step by step.
+    Each has a ``key``, its values in ``sim`` and ``real``, and ``other_steps``: whether the runs therefore did
+    not do the same work step by step. Those with ``other_steps`` come first.
     """
     found = _of_experiments(simulated, real)
     keys = [pd.MultiIndex.from_frame(run.steps.loc[run.steps["step"] >= 1, ["rank", "step"]]) for run in (simulated, real)]
@@ -88,7 +88,7 @@ def _of_experiments(simulated: RunResult, real: RunResult) -> list[Figures]:
 
 
 def _spans(run: RunResult, column: str) -> str:
-    """Return the range of numbers in a column, ``0 to 3``, and their count if some are missing."""
+    """Return the range of numbers in a column, such as ``0 to 3``, and their count if some are missing."""
     values = run.steps.loc[run.steps["step"] >= 1, column]
     if values.empty:
         return "none"
@@ -101,10 +101,10 @@ def _plan(run: RunResult) -> str:
 
 
 def compare_fidelity(a: RunResult, b: RunResult) -> Figures | None:
-    """Compare a simulated run with a real one, in any order; none if both were executed the same way.
+    """Compare a simulated run with a real one, in any order; None if both were simulated or both are real.
 
     - ``differences``: see ``differences_of``; ``comparable``: whether none of them means different steps;
-    - ``errors``: see ``step_errors``; none if the runs are not comparable;
+    - ``errors``: see ``step_errors``; None if the runs are not comparable;
     - ``notes``: what a reader must know about the steps before trusting their errors.
     """
     executors = {run.summary.executor: run for run in (a, b)}
@@ -175,7 +175,7 @@ def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
 
 
 def _other_rounds(simulated: RunResult, real: RunResult) -> int:
-    """Return the number of rank 0's steps, among those of both runs, at which rounds of other lengths end."""
+    """Return the number of rank 0's common steps at which a round ends in one run only, or with another length."""
     left, right = (
         run.steps[(run.steps["step"] >= 1) & (run.steps["rank"] == 0)].set_index("step")["local_steps"].astype("Float64").fillna(0)
         for run in (simulated, real)

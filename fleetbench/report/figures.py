@@ -1,7 +1,8 @@
 """Figures of reports and notebooks: each function takes runs or a table, and returns one figure.
 
-A figure is a matplotlib ``Figure`` whose ``data`` holds what is drawn. No function shows or stores one. Lines
-differ in marker and style, and bars in hatches, so that figures are readable in black and white.
+A figure is a matplotlib ``Figure`` whose ``data`` is the table that is drawn. Only ``save_png`` stores figures, and
+none shows them. Lines differ in marker and style, and bars in hatches, so that figures are readable in
+black and white.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 SIMULATED = "#9fb8d0"
 REAL = "#1f4e79"
 _PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
-"""One colour for each of ``SPLIT``, which also differ in lightness and hatch."""
+"""Colours of the parts in ``SPLIT``, which also differ in lightness and hatch."""
 _HATCHES = ("", "////", "xxxx", "....", "")
 _LINES = tuple(
     zip(("#1f4e79", "#c44e35", "#5b9a68", "#e0a030", "#7a5195", "#6b6b6b"), "os^Dv*", ("-", "--", "-.", ":", "-", "--"), strict=True)
 )
-"""Colour, marker and style of the first, second, ... line."""
+"""Colour, marker and style of each line, in order."""
 _SPANS = {
     "forward": ("#9fb8d0", ""),
     "backward": ("#1f4e79", ""),
@@ -57,12 +58,12 @@ _WIDE = 24
 _LEGEND_COLUMNS = 6
 """Largest number of columns of a legend above the axes."""
 _ROUNDING_S = 1e-9
-"""Rounding of times in seconds: they are whole nanoseconds."""
+"""Rounding of times in seconds, which stand for whole nanoseconds."""
 _STYLE: Any = {"font.size": 10, "svg.hashsalt": "fleetbench", "svg.fonttype": "path", "axes.titlesize": 11, "hatch.linewidth": 0.5}
 
 
 class Drawing(Figure):
-    """A figure, with the data that it shows in ``data``. A notebook shows it as a PNG."""
+    """A figure whose ``data`` is the table that it shows. A notebook displays it as a PNG."""
 
     data: pd.DataFrame
 
@@ -74,7 +75,7 @@ class Drawing(Figure):
 
 
 def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
-    """Draw the mean step time of every arm in ms, simulated and measured, with the range of the legs."""
+    """Draw the mean step time of every arm in ms, simulated and real, with the range of its real legs."""
     table = pd.DataFrame({"simulated": [arm.simulated_s for arm in arms], "real": [arm.real_s for arm in arms]}, dtype=float) * 1e3
     legs = np.array([(min(arm.measured_s, default=np.nan), max(arm.measured_s, default=np.nan)) for arm in arms]).T * 1e3
     real = table["real"].to_numpy()
@@ -85,9 +86,9 @@ def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
 
 
 def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
-    """Draw the mean time of a step in ms, one stacked bar of the parts of ``SPLIT`` per run.
+    """Draw the mean time of a step in ms, one bar per run, stacked from the parts in ``SPLIT``.
 
-    ``runs``: runs by label; or a table of seconds with a row per label and a column for each of ``SPLIT``.
+    ``runs`` are runs by label, or a table of seconds with a row per label and a column per part.
     """
     table = runs if isinstance(runs, pd.DataFrame) else splits_of({label: [run] for label, run in runs.items()})
     figure = _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
@@ -98,8 +99,8 @@ def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
 def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = None, ranks: Sequence[int] | None = None) -> Drawing:
     """Draw each rank's work in the steps ``first`` to ``last`` (default: one step), in ms from their start.
 
-    ``run``: a run with a timeline, or a table such as ``run.timeline``, which is drawn whole. Numbers on
-    collectives are buckets. ``ranks`` defaults to all.
+    ``run`` is a run with a timeline, or a table such as ``run.timeline``, of which all steps are drawn. Numbers
+    on collectives are buckets. ``ranks`` defaults to all.
     """
     if isinstance(run, RunResult):
         own = run.steps[run.steps["step"].between(first, first if last is None else last)]
@@ -140,11 +141,11 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
     """Draw the loss over steps, and next to it over seconds.
 
     Args:
-        runs: runs by label. Several runs per label, with different seeds, are drawn as their median in a
-            band from the lowest to the highest. If every run has evaluated, held-out losses are drawn;
-            otherwise the mean over trainers of their batches' losses, averaged over a thirtieth of the run.
-            Or a table with ``label``, ``step``, ``seconds`` and ``loss``.
-        target: held-out loss at which to draw a line, if such losses are drawn.
+        runs: runs by label, or a table with ``label``, ``step``, ``seconds`` and ``loss``. Several runs of a
+            label, with different seeds, are drawn as their median in a band from the lowest to the highest
+            loss. If every run has evaluated, held-out losses are drawn; otherwise the trainers' mean loss on
+            their batches, averaged over a thirtieth of the run.
+        target: held-out loss at which a line is drawn, if held-out losses are drawn.
 
     Raises ``ConfigError`` for a run without losses.
     """
@@ -176,9 +177,9 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
 
 
 def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], target: float | None) -> Drawing:
-    """Draw the loss of each run to a target, one line per seed. Seconds are steps times seconds per step.
+    """Draw the loss of each run to a target, one line per run. Seconds are steps times seconds per step.
 
-    ``arms``: label, seconds per step, and runs of each strategy. Raises ``ConfigError`` for a run without
+    ``arms`` has a label, seconds per step, and runs for each strategy. Raises ``ConfigError`` for a run without
     losses.
     """
     losses = [
@@ -194,13 +195,11 @@ def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], targe
 
 
 def scaling(found: Sizes | pd.DataFrame) -> Drawing:
-    """Draw samples per second over trainers next to the ideal.
+    """Draw samples per second over the number of trainers, with an ideal line; below, efficiency and any cost.
 
-    Below, efficiency, and cost if there is a price.
-
-    ``found``: result of ``tune --simulate-only --sweep``, or a table with ``trainers`` and ``samples_per_s``,
-    such as a sweep's, plus ``label`` if there are several lines. The ideal, and an efficiency of 100 %, is
-    the number of samples per trainer in a line's first row.
+    ``found`` is the result of ``tune --simulate-only --sweep``, or a table with ``trainers`` and
+    ``samples_per_s``, such as a sweep's, and with ``label`` if there are several lines. An efficiency of 100 %
+    is the samples per second and trainer in a line's first row. The ideal line is that of the last label.
     """
     data, title = (found, "") if isinstance(found, pd.DataFrame) else (_of_sizes(found), f"{found.name}: SIMULATED, {found.compute}")
     data = data if "label" in data else data.assign(label="samples per second")
@@ -230,10 +229,10 @@ def scaling(found: Sizes | pd.DataFrame) -> Drawing:
 
 
 def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: str | None = None, **labels: str) -> Drawing:
-    """Draw one column over another with a logarithmic x axis: one line for each value of the column ``by``.
+    """Draw the column ``y`` over ``x``, a logarithmic axis, with one line for each value of the column ``by``.
 
-    ``bound``: column that no value should exceed, drawn dotted. ``labels``: ``xlabel``, ``ylabel``, ``title``
-    of the axes.
+    ``bound`` is a column that ``y`` should not exceed; it is drawn dotted. ``labels`` may be ``xlabel``,
+    ``ylabel`` and ``title``.
     """
     figure = _figure(3.8, table[[name for name in (by, x, y, bound) if name is not None]])
     axes = figure.subplots()
@@ -255,8 +254,8 @@ def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: st
 def sensitivity(found: SimulatedRecommendation | Sequence[Case]) -> Drawing:
     """Draw the mean step time in ms, or the seconds to a target, unchanged and with one change per row.
 
-    ``found``: an answer by simulation alone, with marks at rows that change the answer; or the result of
-    ``what_if``.
+    ``found`` is an answer of ``tune --simulate-only``, with marks at rows that change the answer; or the result
+    of ``what_if``.
     """
     if isinstance(found, Sequence):
         table = pd.DataFrame({"step": {case.name: case.summary.step_s["mean"] for case in found}})
@@ -287,8 +286,8 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case]) -> Drawing:
 def residuals(found: pd.DataFrame, band_percent: float | None = None) -> Drawing:
     """Draw the errors of predicted times in per cent over the measured time.
 
-    ``found``: a table with ``measured_s`` and ``predicted_s``, plus ``group`` if there are several.
-    ``band_percent``: difference between two measurements, or the claimed error, drawn as a band around 0.
+    ``found`` is a table with ``measured_s`` and ``predicted_s``, and with ``group`` if there are several groups.
+    ``band_percent`` is drawn as a band around 0: the difference between measurements, or the claimed error.
     """
     data = found if "group" in found else found.assign(group="predictions")
     data = data.assign(error_percent=100 * (data["predicted_s"] / data["measured_s"] - 1))
@@ -321,7 +320,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def _text(label: object) -> str:
-    """Return a label that contains user-given names, escaped so that matplotlib finds no formula."""
+    """Return a label with user-given names, escaped so that matplotlib does not read it as a formula."""
     return str(label).replace("$", "\\$")
 
 
@@ -371,7 +370,7 @@ def _over_seeds(label: str, runs: Sequence[RunResult], *, is_held_out: bool) -> 
 
 
 def _losses(label: str, run: RunResult, *, is_held_out: bool) -> pd.DataFrame:
-    """Return label, step, loss, and seconds from the first counted start to the end on the last rank."""
+    """Return a table of label, step, loss, and seconds from the first counted start until all ranks end the step."""
     steps = run.steps[run.steps["step"] >= 1]
     ends = (steps["start_s"] + steps[list(PARTS)].sum(axis=1)).groupby(steps["step"]).max() - steps["start_s"].min()
     loss = steps.groupby("step")["loss"].mean().rolling(max(1, len(ends) // 30), min_periods=1).mean()

@@ -1,4 +1,4 @@
-"""The folder of a profile."""
+"""Folder of a profile: the files that it holds."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from fleetbench.store import new_folder
 
 
 def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
-    """Write a profile below ``root``, and return its folder.
+    """Write a profile into a new folder below ``root``, and return the folder.
 
     ``experiment.toml`` is the profiled experiment, ``profile.toml`` and ``cluster.toml`` are the
     measurements. The file named by ``Profile.experiment_file`` is the experiment with both, for ``fleetbench
@@ -35,7 +35,7 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
 
 
 def measured_cluster(cluster: Cluster, profile: Profile) -> Cluster:
-    """Return the cluster for ``sim``: with the measured link, and measured stragglers first."""
+    """Return the cluster with the profile's link, and with its fitted stragglers before the declared ones."""
     changes: dict[str, Any] = {}
     if profile.communication is not None:
         measured = dataclasses.replace(profile.communication.link, payload=True)  # headers are already subtracted from a measured bandwidth

@@ -1,4 +1,4 @@
-"""The report: a tuning or a run in one HTML file that needs no network."""
+"""Report of a tuning or a run: one HTML file that needs no network."""
 
 from contextlib import suppress
 from importlib import resources
@@ -31,13 +31,13 @@ def save_report(report: Report, folder: Path) -> Path:
 
 
 def render(report: Report) -> str:
-    """Return the page's text."""
+    """Return the HTML text of a report."""
     shown = {"losses": _losses(report.tune), "pictures": _pictures(report)}
     return page_of("report.html", report=report, tune=report.tune, **shown, dash=units.NONE)
 
 
 def page_of(template: str, **values: object) -> str:
-    """Return a page from a template of this package."""
+    """Return the text of a page: a template of this package, filled with ``values``."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {spell.__name__: spell for spell in _SPELLINGS}
     text = resources.files("fleetbench.report").joinpath(template).read_text(encoding="utf-8")
@@ -45,9 +45,9 @@ def page_of(template: str, **values: object) -> str:
 
 
 def _losses(tune: TuneView | None) -> str | None:
-    """Return a ``data:`` URI of the losses on the way to the target.
+    """Return a ``data:`` URI of a figure of the losses on the way to the target.
 
-    None if both strategies train the same way, or if no losses are stored.
+    None if both strategies train the same way, or if losses are missing.
     """
     if tune is None or not tune.to_target or not all(runs for *_, runs in tune.to_target):
         return None

@@ -1,4 +1,4 @@
-"""Content of a report as one value, built from a tuning's folder or from a single run's."""
+"""Content of a report as one value, read from the folder of a tuning or of a single run."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ _EXECUTORS = {"sim": "simulated", "real": "real"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneView:
-    """Content that only a tuning has."""
+    """Content of a report that only a tuning has."""
 
     recommendation: Recommendation
     """The recommendation as stored."""
     chosen: str
     """Name of the recommended arm."""
     min_gain: float
-    """Least gain: USE requires the lower end of the interval to exceed 1 + ``min_gain``."""
+    """Least gain: for USE, the lower end of the speed-up's interval must exceed 1 + ``min_gain``."""
     answer: Answer
     """The answer as formatted for readers."""
     to_target: tuple[tuple[str, float, tuple[RunResult, ...]], ...]
@@ -54,15 +54,15 @@ class Report:
     experiment: str
     """Digest of the experiment."""
     tune: TuneView | None = None
-    """Content of a tuning; none for a single run."""
+    """Content that only a tuning has; None for a single run."""
     splits: pd.DataFrame
     """Mean seconds per step, with a row for each strategy and executor and a column for each of ``SPLIT``."""
     summary: tuple[tuple[str, str], ...] = ()
     """Every key of a single run's summary, formatted."""
     skipped: tuple[tuple[str, str], ...]
-    """Lines of the experiment that were not realised, with reasons, without repetition."""
+    """Settings of the experiment that were not realised, with reasons, each once."""
     notes: tuple[Note, ...] = ()
-    """Notes about what the report leaves out."""
+    """Notes of the tuning, and about runs that the report leaves out."""
     environment: tuple[tuple[str, str], ...]
     """Machine, device and versions of the run."""
 
@@ -169,7 +169,7 @@ def _to_target(
 
 
 def _by_arm(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> dict[str, list[RunResult]]:
-    """Return the stored runs of every arm: its simulated run, then its real legs together."""
+    """Return the stored runs by the names of an arm and an executor: the simulated run, and the real legs."""
     found: dict[str, list[RunResult]] = {}
     for arm in arms:
         for executor, names in (("simulated", (arm.simulated_run,)), ("real", arm.measured_runs)):

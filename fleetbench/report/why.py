@@ -44,7 +44,7 @@ _CHANGED = 0.02
 _OF_CAUSE = ("name", "what", "remedy", "trains_differently", "simulated_s", "tried")
 """Fields of a cause that its JSON includes."""
 _NOTHING = 0.9
-"""Efficiency from which nothing is considered wrong if no remedy is known."""
+"""Least efficiency at which the conclusion is that nothing is wrong, if no remedy is known."""
 
 
 def text_of(found: Explanation, width: int) -> str:
@@ -81,7 +81,7 @@ def _step(found: Explanation) -> str:
 
 
 def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]]:
-    """Yield seconds per step, label and causes of each part; compute first, then the largest."""
+    """Yield seconds per step, label and causes of each part: compute first, then the others by size."""
     rows: Counter[str] = Counter()
     causes: defaultdict[str, dict[Cause, None]] = defaultdict(dict)
     for share in found.shares.shares:
@@ -103,7 +103,7 @@ def _label(share: Share, waits: str) -> str:
 
 
 def gain_of(cause: Cause, found: Explanation) -> str:
-    """Return a sentence about a remedy's gain: tried, or else simulated."""
+    """Return a sentence about the tried, or else the simulated, gain of a remedy; it may be empty."""
     if cause.tried is not None:
         return f"tried here: {cause.tried}{'' if cause.tried.helps else ': no gain is sure'}"
     if cause.simulated_s is not None:
@@ -114,7 +114,7 @@ def gain_of(cause: Cause, found: Explanation) -> str:
 
 
 def conclusion_of(found: Explanation) -> str:
-    """Return the last line: the gain of all remedies together, or that nothing is wrong."""
+    """Return the last line: the gain of all remedies, or that none is known, or that nothing is wrong."""
     can = "" if found.efficiency is None else f"{100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
     if not any(cause.remedy for cause in found.causes):
         if found.efficiency is not None and found.efficiency >= _NOTHING:
@@ -128,7 +128,7 @@ def conclusion_of(found: Explanation) -> str:
 
 
 def data_of(found: Explanation) -> dict[str, Any]:
-    """Return the answer as plain data, times in seconds: what ``--json`` prints and ``--against`` reads."""
+    """Return the answer as JSON data, which ``--json`` prints and ``--against`` reads. Times are in seconds."""
     return {
         "command": found.command,
         "ranks": found.ranks,
@@ -153,9 +153,9 @@ def data_of(found: Explanation) -> dict[str, Any]:
 
 
 def changes_since(found: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes of parts in seconds per step since an older answer, from 2 % of its step on.
+    """Return the changes of a step and of its parts in seconds since an older answer.
 
-    Both answers are as ``data_of`` returns them.
+    Parts that changed by less than 2 % of the older step are left out. Both answers are results of ``data_of``.
     """
     changed: Counter[str] = Counter()
     for each, sign in ((found, 1), (old, -1)):
@@ -182,7 +182,7 @@ def text_of_changes(since: Mapping[str, Any], width: int) -> str:
 
 
 def write_page(found: Explanation, folder: Path) -> Path:
-    """Write ``why.html``: the answer, and a picture of one step across ranks. Returns its path."""
+    """Write ``why.html``, the answer with a picture of one step on all ranks, and return its path."""
     steps = pd.DataFrame(found.step, columns=["rank", "name", "start_s", "duration_s"]).assign(stream="step", row=0)
     page = page_of(
         "why.html",

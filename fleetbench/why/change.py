@@ -7,7 +7,7 @@ from fleetbench.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpChange(Config):
-    """Arguments that differ from the script's own; none: as in the script."""
+    """Arguments that replace a script's own; None keeps the script's own."""
 
     bucket_cap_mb: float | None = None
     """Cap of a bucket in MiB."""
@@ -16,7 +16,7 @@ class DdpChange(Config):
     broadcast_buffers: bool | None = None
     """Whether DDP broadcasts buffers before each forward."""
     reshard_after_forward: bool | None = None
-    """Whether ``fully_shard`` frees parameters after the forward, for units without inner units, except the
-    model itself."""
+    """Whether ``fully_shard`` frees parameters after the forward. This applies to units that contain no other
+    units, and never to the model itself."""
     threads: int | None = None
-    """Threads of torch for one operation."""
+    """Number of threads that torch uses for one operation."""

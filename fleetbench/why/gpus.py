@@ -1,4 +1,4 @@
-"""Connections of a host's GPUs, as nvidia-smi reports them. Source: ``nvidia-smi topo --help``."""
+"""Connections between a host's GPUs, as nvidia-smi reports them. Source: ``nvidia-smi topo --help``."""
 
 import collections
 import itertools
@@ -21,17 +21,17 @@ class Gpus(Config):
     """Connections of a host's GPUs."""
 
     paths: dict[str, int]
-    """Number of pairs of GPUs by the path between them: ``{"NV18": 28}``; the words are nvidia-smi's."""
+    """Number of pairs of GPUs by the path between them, in nvidia-smi's words: ``{"NV18": 28}``."""
     adapters: dict[str, int]
     """Number of GPUs by the path to the closest network adapter: ``{"PIX": 8}``."""
     nvlink_bytes_per_s: float | None = None
-    """Bytes per second of all NVLinks together in one direction, of the GPU with the fewest."""
+    """Bytes per second in one direction over all NVLinks of a GPU, for the GPU with the least; None if unknown."""
 
 
 def gpus_of_host() -> Gpus | None:
-    """Return this host's GPUs according to nvidia-smi, after a second or more.
+    """Return the connections of this host's GPUs according to nvidia-smi, which takes a second or more.
 
-    None without it, or without GPUs.
+    Return None if nvidia-smi is missing or fails, or if it reports no GPU.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -48,7 +48,7 @@ def gpus_of_host() -> Gpus | None:
 def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
     """Parse the output of ``nvidia-smi topo -m`` and ``nvidia-smi nvlink -s``.
 
-    None if the first names no GPU.
+    Return None if ``topology`` names no GPU.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)  # the headings are underlined
     rows = [words for line in plain.splitlines() if (words := line.split())]
@@ -68,7 +68,7 @@ def read_gpus(topology: str, nvlink: str = "") -> Gpus | None:
 
 
 def _nvlink(text: str) -> float | None:
-    """Return the smallest sum of a GPU's active links: ``Link 0: 26.562 GB/s`` below ``GPU 0: ...``."""
+    """Return the least sum of one GPU's active links, ``Link 0: 26.562 GB/s`` below ``GPU 0: ...``."""
     parts = re.split(r"^GPU \d+:", text, flags=re.MULTILINE)[1:]
     sums = [sum(float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", part)) for part in parts]
     return min(sums) * 1e9 if sums and min(sums) > 0 else None

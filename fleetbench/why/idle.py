@@ -15,11 +15,12 @@ from fleetbench.spans import Spans, lengths, union
 _LIBRARY = re.compile(
     r"^(torch/|<|nn\.Module: )|/(torch|site-packages|dist-packages|lib/python[\d.]+|torchinductor_\w+)/",
 )
-"""Pattern of calls that are not the user's code."""
+"""Pattern of calls that are not in the user's code."""
 _MODULE = re.compile(r"\(\d+\): <module>$")
-"""Pattern of the end of a script's own name; its line is the one where the profiler started."""
+"""Pattern of the end of the name of a script's module-level code. Its line is where the profiler started, and
+is left out."""
 _NEAR = 8
-"""Number of the host's waits before a gap among which the cause is searched."""
+"""Number of the host's last waits before a gap among which the gap's cause is searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +28,19 @@ class HostWait:
     """Waits of the host for its device, after which the device was idle because nothing more was launched."""
 
     operator: str
-    """Operator, as ``aten::item``; the device runtime's call if no operator made it."""
+    """Operator that waits, such as ``aten::item``; the device runtime's call if no operator made it."""
     caller: str
-    """Innermost function of the user's code, with its first line, as ``train.py(12): step``; or empty."""
+    """Innermost function of the user's code, with its first line, such as ``train.py(12): step``; empty if
+    unknown."""
     idle_s: float
-    """Idle seconds per step after the wait, mean over ranks and steps."""
+    """Idle seconds per step after the waits, mean over ranks and steps."""
     per_step: float
     """Number of these waits per rank and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """Idle seconds per step, mean over ranks and steps."""
+    """Idle seconds per step by cause, means over ranks and steps."""
 
     host_waits: tuple[HostWait, ...]
     """Idle time after waits of the host, by operator and caller."""
@@ -47,14 +49,14 @@ class Idle:
     late_s: float
     """Idle seconds before kernels that were launched late, but not after a wait of the host."""
     late_in: str
-    """User function that the host was in for most of ``late_s``; empty if unknown."""
+    """User function in which the host was for most of ``late_s``; empty if unknown."""
 
 
 def idle_causes(parts: Sequence[tuple[Trace, Spans, Spans]], num: int) -> Idle:
     """Divide idle time by its cause.
 
-    ``parts``: traces with kernels, each with the times in which its device is idle, and those in which it is
-    idle while a DataLoader works. ``num``: ranks times steps, for the means.
+    ``parts``: traces with kernels, each with the times in which its device is idle, and with those in which
+    it is idle while a DataLoader works. ``num``: number of ranks times steps, for the means.
     """
     waited, times, late_in = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[str]()
     launched_ns = late_ns = 0
@@ -103,7 +105,7 @@ def idle_causes(parts: Sequence[tuple[Trace, Spans, Spans]], num: int) -> Idle:
 
 
 def _callers(calls: Sequence[Call], waits: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Yield operator and caller of each wait, as in ``HostWait``."""
+    """Yield the operator and the caller of each wait, as in ``HostWait``."""
     open_calls, found = defaultdict[str, list[Call]](list), dict[Call, tuple[str, str]]()
     wanted = set(waits)
     for call in sorted({*calls, *waits}, key=lambda call: (call.begin, -call.end)):

@@ -30,11 +30,11 @@ class Interface(Config):
 
     name: str
     addresses: tuple[str, ...]
-    """Addresses with their prefix, such as ``10.0.0.1/24``; IPv4 first, without link-local ones."""
+    """Addresses with prefix lengths, such as ``10.0.0.1/24``; IPv4 first, without link-local addresses."""
     mtu: int | None = None
-    """Bytes of the largest packet."""
+    """Size of the largest packet in bytes."""
     speed: BitsPerSecond | None = None
-    """Speed according to the driver; none if it gives none, as for virtual devices."""
+    """Speed according to the driver; None if the driver gives no speed, as for virtual devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class Port(Config):
     """A port of an RDMA adapter."""
 
     name: str
-    """Adapter and port as NCCL_IB_HCA takes them: ``mlx5_0:1``."""
+    """Adapter and port in the format of NCCL_IB_HCA, such as ``mlx5_0:1``."""
     link_layer: str
     """Link layer: ``InfiniBand`` or ``Ethernet`` (RoCE)."""
     state: str
-    """State: ``ACTIVE``, ``DOWN``, ``INIT`` or ``ARMED``."""
+    """State of the port: ``ACTIVE``, ``DOWN``, ``INIT``, ``ARMED`` or ``unknown``."""
     rate: BitsPerSecond | None = None
-    """Rate according to the driver; none if it gives none."""
+    """Rate according to the driver; None if the driver gives no rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +59,15 @@ class Host(Config):
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
     gpus: Gpus | None = None
-    """Connections of GPUs; none without nvidia-smi or GPUs, and if not requested."""
+    """Connections of the GPUs; None if nvidia-smi or GPUs are missing, or if not requested."""
 
     @property
     def has_infiniband(self) -> bool:
-        """Whether NCCL could use a port of an adapter, InfiniBand or RoCE."""
+        """Whether a port is active that NCCL could use, InfiniBand or RoCE."""
         return any(port.state == "ACTIVE" for port in self.ports)
 
     def interface(self, name: str | None) -> Interface | None:
-        """Return the interface with this name."""
+        """Return the interface with this name; None if there is no such interface."""
         return next((found for found in self.interfaces if found.name == name), None)
 
 
@@ -79,7 +79,8 @@ def this_host(sysfs: Path = SYSFS) -> Host:
 def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
     """Return the interfaces that are up and have an address.
 
-    A virtual device above no other, as in containers, has no speed: it always says 10 Gbit/s.
+    A virtual device that uses no other device, as in containers, gets no speed, because it always reports
+    10 Gbit/s.
     """
     found, known = [], psutil.net_if_stats()
     for name, entries in sorted(psutil.net_if_addrs().items()):
@@ -94,7 +95,7 @@ def _interfaces(sysfs: Path) -> tuple[Interface, ...]:
 
 
 def _with_prefix(address: str, netmask: str | None) -> str | None:
-    """Return ``10.0.0.1/24`` from psutil's address; none for a link-local or non-IP address."""
+    """Return psutil's address in the form ``10.0.0.1/24``; None for a link-local or non-IP address."""
     try:
         own = ipaddress.ip_address(address.partition("%")[0])
         bits = int(ipaddress.ip_address(netmask)) if netmask else 0
@@ -128,7 +129,7 @@ def _text(path: Path) -> str:
 def bytes_sent() -> Mapping[str, int]:
     """Return the acknowledged bytes of this process's established TCP connections, by local address.
 
-    It reads Linux's tables.
+    It is empty on a system without Linux's ``tcp_info``, or if sockets have a default timeout.
     """
     sent = collections.Counter[str]()
     if not hasattr(socket, "TCP_INFO"):
@@ -147,10 +148,10 @@ def bytes_sent() -> Mapping[str, int]:
 
 
 def interface_of_connections(before: Mapping[str, int] | None = None) -> str | None:
-    """Return the interface that this process's TCP connections send most from; none without connections.
+    """Return the interface that this process's TCP connections use most; None without connections.
 
-    ``before`` is an earlier ``bytes_sent()``. It restricts the count to bytes sent since, as by a collective
-    in between.
+    With ``before``, an earlier ``bytes_sent()``, only bytes sent since then count, such as those of a
+    collective.
     """
     now = bytes_sent()
     grown = {address: number - (before or {}).get(address, 0) for address, number in now.items()}
@@ -162,10 +163,11 @@ def interface_of_connections(before: Mapping[str, int] | None = None) -> str | N
 
 
 def shared_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """Return the interfaces, except loopback, by which several hosts should reach one another.
+    """Return the names of interfaces, except loopback, over which several hosts should reach one another.
 
     They are up on every host under one name, with different addresses in one subnet. (Bridges of containers
-    have the same address everywhere, and connect nothing.) Empty for a single host, which uses its loopback.
+    have the same address everywhere, and connect nothing.) The result is empty for a single host, which
+    uses its loopback.
     """
     if len(hosts) < 2:
         return ()

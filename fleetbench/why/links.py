@@ -1,4 +1,4 @@
-"""Links of a process group, as ``real.why.links`` measures them, and advice on what to do about them."""
+"""Links of a process group, as ``real.why.links`` measures them, and advice on what slows them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ FASTER = 1.2
 """Ratio of bus bandwidths from which another interface counts as faster, rather than measured at a better
 moment."""
 _SLOW = 0.7
-"""A pair of hosts is slow below this share of the median bandwidth of the faster half."""
+"""Share of the median bandwidth of the faster half of the pairs, below which a pair of hosts is slow."""
 _UNUSED = 0.5
 """Share of the interface's speed below which the link carries less than the hardware should."""
 
@@ -21,7 +21,7 @@ class Remark(Config):
     """Something that slows the exchange."""
 
     what: str
-    """A sentence that states the problem."""
+    """Sentence that states the problem."""
     remedy: str
     """Variable to set or unset, such as ``GLOO_SOCKET_IFNAME=eth1``, or another action."""
 
@@ -65,14 +65,14 @@ class InterfaceTime(Config):
     name: str
     """Name of the interface."""
     times: tuple[AllReduceTime, ...] = ()
-    """All-reduces by size; empty after an error."""
+    """Times of all-reduces, the smallest size first; empty after an error."""
     error: str | None = None
-    """Gloo's error if the group could not be made; none if it was measured."""
+    """Gloo's error if the group could not be made, or failed; None if it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links(Config):
-    """Links of one process group; the same value on every rank."""
+    """Measured links of one process group. All ranks have the same value."""
 
     backend: Literal["gloo", "nccl"]
     """Backend of the group."""
@@ -83,17 +83,17 @@ class Links(Config):
     host_of_rank: tuple[int, ...]
     """Index in ``hosts`` of each rank of the group."""
     times: tuple[AllReduceTime, ...]
-    """All-reduces, the smallest size first."""
+    """Times of all-reduces, the smallest size first."""
     fit: Link | None = None
-    """Link of a ring that takes as long: latency of a message, bandwidth in one direction. None if only one
-    size was measured."""
+    """Link with which a ring all-reduce takes the measured times: latency of a message, bandwidth in one
+    direction. None if fewer than two sizes were measured."""
     interface: str | None = None
-    """Interface that gloo's connections use on most ranks; none for NCCL, and without connections."""
+    """Interface that gloo's connections use on most ranks; None for NCCL, or without connections."""
     pairs: tuple[PairTime, ...] = ()
-    """Round trips between each host and the next, and the last and the first, if there are several."""
+    """Round trips between each host and the next, and between the last and the first; empty for one host."""
     interfaces: tuple[InterfaceTime, ...] = ()
-    """All-reduces of gloo between several hosts over the interface in use, twice, and over all other
-    candidates."""
+    """All-reduces over the interface in use, measured twice, and over each other shared interface. Empty
+    except for gloo between several hosts."""
 
     @property
     def busbw_bytes_per_s(self) -> float:
@@ -102,24 +102,23 @@ class Links(Config):
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Names of the hosts, with an address if two share a name."""
+        """Names of the hosts, with an address if several share a name."""
         names = [host.name for host in self.hosts]
         whole = [f"{host.name} ({self._address(host)})" for host in self.hosts]
         pairs = zip(names, whole, strict=True)
         return tuple(name if names.count(name) == 1 else longer for name, longer in pairs)
 
     def _address(self, host: Host) -> str:
-        """Return the address of the interface in use, or of another one."""
+        """Return the host's address on the interface in use, or else on another one."""
         others = (found for found in host.interfaces if found.name != LOOPBACK)
         best = host.interface(self.interface) or next(others, None)
         return "no address" if best is None else best.addresses[0].partition("/")[0]
 
     def faster_interface(self) -> tuple[str, float] | None:
-        """Return the fastest other interface, and its bus bandwidth over that of the one in use.
+        """Return the fastest other interface, and the ratio of its bus bandwidth to that of the one in use.
 
-        Return None if no other interface is faster.
-
-        If an interface was measured several times, the fastest measurement counts.
+        Return None if no other interface is ``FASTER`` times as fast. If an interface was measured several
+        times, the fastest measurement counts.
         """
         speeds: dict[str, float] = {}
         for each in self.interfaces:
@@ -133,7 +132,7 @@ class Links(Config):
 
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:
-    """Return what slows the group's exchange, as far as the measurement shows it; empty if nothing does."""
+    """Return remarks on what slows the group's exchange, as far as the measurement shows."""
     found = [_other_interface(links), _slow_host(links), _ports_down(links), _below_hardware(links)]
     wrong = [each.size_bytes for each in links.times if not each.is_correct]
     if wrong:
@@ -153,7 +152,7 @@ def _other_interface(links: Links) -> Remark | None:
 
 
 def _slow_host(links: Links) -> Remark | None:
-    """With three hosts or more: report the host whose pairs are all slow, or else the slow pairs."""
+    """Report the host whose pairs are slow, or else a slow pair; None for fewer than three hosts."""
     if len(links.pairs) < 3:
         return None
     speeds = sorted(pair.bytes_per_s for pair in links.pairs)
@@ -173,7 +172,7 @@ def _slow_host(links: Links) -> Remark | None:
 
 
 def _ports_down(links: Links) -> Remark | None:
-    """Report ports that are active on one host and not on another; unused ports are down everywhere."""
+    """Report ports that are active on one host and not on another. Unused ports are down everywhere."""
     active = {port.name for host in links.hosts for port in host.ports if port.state == "ACTIVE"}
     down = [
         f"{port.name} of {name} is {port.state}"
@@ -188,7 +187,7 @@ def _ports_down(links: Links) -> Remark | None:
 
 
 def _below_hardware(links: Links) -> Remark | None:
-    """For gloo between hosts: compare bus bandwidth, the load of a ring link, with the slowest interface."""
+    """Report a bus bandwidth, a ring link's load, below half the slowest interface's speed (gloo only)."""
     found = [host.interface(links.interface) for host in links.hosts]
     speeds = [interface.speed for interface in found if interface is not None and interface.speed is not None]
     carries = 8 * links.busbw_bytes_per_s

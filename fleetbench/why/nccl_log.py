@@ -27,24 +27,24 @@ _NVLS = re.compile(r"NVLS multicast support is (not )?available")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transports(Config):
-    """Transports of a job's communicators."""
+    """Transports that the communicators of a job use."""
 
     version: str | None = None
-    """Version, such as ``2.21.5``; only rank 0 prints it."""
+    """Version of NCCL, such as ``2.21.5``; only rank 0 prints it."""
     network: str | None = None
-    """Network: ``IB`` (InfiniBand and RoCE), ``Socket``, or a plugin's name such as ``OFI`` or ``AWS
+    """Network in use: ``IB`` (InfiniBand and RoCE), ``Socket``, or a plugin's name such as ``OFI`` or ``AWS
     Libfabric``."""
     devices: tuple[str, ...] = ()
-    """Devices: ``mlx5_0:1/IB`` or ``mlx5_0:1/RoCE``; interfaces for sockets."""
+    """Network devices, such as ``mlx5_0:1/IB`` or ``mlx5_0:1/RoCE``; names of interfaces for sockets."""
     connections: dict[str, int] = field(default_factory=dict)
     """Number of connected channels by transport: ``P2P/IPC``, ``P2P/CUMEM``, ``P2P/direct pointer``, ``SHM``,
     ``NET/IB/GDRDMA``, ``NET/IB``, ``NET/Socket``."""
     channels: tuple[int, ...] = ()
     """Number of channels of each communicator of one process, in order."""
     nvls: Literal["used", "unused", "unavailable"] | None = None
-    """NVLink SHARP; none if the log does not mention it, as with NCCL_NVLS_ENABLE=0."""
+    """Use of NVLink SHARP; None if the log does not mention it, as with NCCL_NVLS_ENABLE=0."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that NCCL reports to have read."""
+    """Environment variables that NCCL reports to have read, with their values."""
 
     def of(self, *kinds: str) -> int:
         """Return the number of connections whose transport begins with one of ``kinds``."""
@@ -54,7 +54,7 @@ class Transports(Config):
 def read_nccl_log(text: str) -> Transports | None:
     """Parse NCCL's lines in a job's output, among other lines and after any prefix.
 
-    None if there are none.
+    Return None if there are no such lines.
     """
     lines = [line for line in text.splitlines() if _INFO in line]
     if not lines:
@@ -96,7 +96,7 @@ def _transport(via: str) -> str:
 
 
 def remarks(found: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark, ...]:
-    """Return what slows NCCL, the largest loss first; empty if nothing does.
+    """Return remarks on what slows NCCL, the largest loss first.
 
     ``nodes``: number of hosts. ``has_infiniband``: whether they have an active InfiniBand or RoCE port.
     """
@@ -112,8 +112,8 @@ def remarks(found: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark
 
     over = f" over {', '.join(found.devices)}" if found.devices else ""
     adapters = "let NCCL see the adapters: in a container --device=/dev/infiniband and --ulimit memlock=-1, and libibverbs"
-    rdma = any(kind.endswith("/GDRDMA") for kind in found.connections)  # then the others lack it by design (NCCL_NET_GDR_READ)
-    p2p_off = is_on("NCCL_P2P_DISABLE") or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0")  # up to 2.22 the first is reported as the second
+    rdma = any(kind.endswith("/GDRDMA") for kind in found.connections)  # if some have it, others lack it by design (NCCL_NET_GDR_READ)
+    p2p_off = is_on("NCCL_P2P_DISABLE") or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0")  # NCCL <= 2.22 reports the first as the second
     shared, inside = found.of("SHM"), found.of("SHM", "P2P/")
     shm_off, nvls_off = is_on("NCCL_SHM_DISABLE"), variables.get("NCCL_NVLS_ENABLE") == "0"
     forced = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if name in variables]

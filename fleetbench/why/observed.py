@@ -1,4 +1,4 @@
-"""Observed: what the ranks of a job have recorded about their own steps, as plain data."""
+"""Observed: records of a job's ranks about their own steps, as plain data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Event(NamedTuple):
     kind: Kind
     """Kind of work."""
     start_ns: int
-    """Start in nanoseconds of rank 0's clock, like all times here."""
+    """Start in nanoseconds, on rank 0's clock like all times in this module."""
     end_ns: int
     """End in nanoseconds."""
     computed_ns: int = 0
-    """Time at which the last gradient was computed, for a backward that exchanges gradients. 0: it exchanges
-    nothing."""
+    """Time in ns at which the last gradient was computed, for a backward that exchanges gradients; 0 for all
+    other events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,16 @@ class Model(Config):
     nbytes: int
     """Bytes of all gradients."""
     bucket_nbytes: tuple[int, ...] = ()
-    """Bytes of each bucket after the first step, in the order of their exchange; or of each unit of
+    """Bytes of each bucket after the first step, in the order in which they are exchanged; or of each unit of
     ``fully_shard``, the model first."""
     gathered_nbytes: int = 0
     """Bytes of the parameters that ``fully_shard`` gathers for a forward; 0 for DDP."""
     regathered_nbytes: int = 0
-    """Bytes of these parameters that are gathered again for the backward."""
+    """Bytes of the parameters that ``fully_shard`` gathers again for the backward."""
     shard_ranks: int = 1
     """Number of ranks among which the parameters are sharded."""
     bucket_cap_mb: float | None = None
-    """Cap of a bucket in MiB; none: torch's default, with a first bucket of 1 MiB."""
+    """Cap of a bucket in MiB; None: torch's default, with a first bucket of 1 MiB."""
     find_unused_parameters: bool = False
     """Whether DDP searches for unused parameters."""
     comm_hook: str = ""
@@ -74,44 +74,45 @@ class RankLog:
     """
 
     rank: int
-    """Number of the rank."""
+    """Rank that recorded this."""
     host: str
-    """Name of its host."""
+    """Name of the rank's host."""
     device: str
-    """Device that it computes on."""
+    """Type of the rank's device, such as ``cpu``."""
     backend: str
-    """Backend of its process group."""
+    """Backend of the rank's process group."""
     threads: int
-    """Threads of torch for one operation."""
+    """Number of threads that torch uses for one operation."""
     cores: int
-    """Number of cores that this process may use."""
+    """Number of cores that the rank's process may use."""
     cpu_cores: float
-    """Mean number of cores that this process used."""
+    """Mean number of cores that the rank's process and its children used."""
     step_ends_ns: tuple[int, ...]
-    """Ends of optimizer steps. The first one begins the first step, so there is one more end than steps."""
+    """Times at which optimizer steps ended. The first step begins at the first of them, so there is one more
+    time than steps."""
     events: tuple[tuple[str, int, int, int], ...]
     """Fields of each ``Event``, ordered by end."""
     samples: tuple[tuple[int, str], ...] = ()
-    """Samples of the main thread, in order: time, and the script's line as ``file:line function``."""
+    """Samples of the main thread, in order: time in ns, and the script's line as ``file:line function``."""
     batches: tuple[int, ...] = ()
-    """Number of elements in the first input of each forward, 0 if the model gets no tensor."""
+    """Number of elements in the first input tensor of each forward; 0 if the model gets no tensor."""
     model: Model = Model(nbytes=0)
     """Model that the rank trains."""
     loader: Loader | None = None
-    """DataLoader; none if none was seen."""
+    """DataLoader that took the most time, or None."""
     can_change: bool = True
-    """Whether the model may be rebuilt with other settings: not with a communication hook, mixed precision
-    and such."""
+    """Whether the model can get other settings while the script runs; not with a communication hook or mixed
+    precision, for example."""
     num_models: int = 1
-    """Number of DDP models whose forward has run."""
+    """Number of models of DDP or ``fully_shard`` whose forward has run."""
     scales_loss: bool = False
-    """Whether a GradScaler steps, which may skip a step on one rank only."""
+    """Whether an enabled GradScaler has stepped. It may skip a step on one rank only."""
     wrapper: Library = ""
     """Library that wrapped the model."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankLog:
-        """Read the log of a rank from plain data."""
+        """Return the log of a rank from plain data."""
         known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         known |= {name: tuple(map(tuple, data[name])) for name in ("events", "samples")}
         known["model"] = decode(data["model"], Model, "model")
@@ -119,9 +120,9 @@ class RankLog:
         return cls(**known)
 
     def aligned(self, first: tuple[int, int], last: tuple[int, int]) -> RankLog:
-        """Return the log on rank 0's clock.
+        """Return the log with times on rank 0's clock.
 
-        Each pair is a time on this host's clock, and how far it was ahead of rank 0's at that time.
+        ``first`` and ``last`` are each a time on this host's clock, and its lead over rank 0's clock, in ns.
         """
         (begin, ahead), (end, later) = first, last
         drift = (later - ahead) / max(1, end - begin)
@@ -147,14 +148,14 @@ class Readiness(Config):
     """Readiness of gradients, and compute times, without any exchange: medians over one rank's steps."""
 
     names: tuple[str, ...]
-    """Parameters in order of registration."""
+    """Names of the parameters, in order of registration."""
     nbytes: tuple[int, ...]
     """Bytes of each gradient."""
     ready_ns: tuple[int, ...]
     """Nanoseconds from the start of the step's last backward until each gradient is ready."""
     forward_ns: int
-    """Nanoseconds of a step's forwards, and of all backwards except the last."""
+    """Nanoseconds of all forwards of a step, and of all its backwards except the last."""
     backward_ns: int
-    """Nanoseconds of the last backward."""
+    """Nanoseconds of a step's last backward."""
     unused: tuple[str, ...] = ()
-    """Parameters without a gradient in at least one of the backwards."""
+    """Names of the parameters that got no gradient in at least one backward."""

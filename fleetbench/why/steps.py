@@ -23,19 +23,20 @@ from fleetbench.why.shares import EXCHANGES, Kind, Share, Shares
 LEAST_STEPS = 5
 """Least number of steps that allow a conclusion."""
 _NOW_AND_THEN: tuple[Kind, ...] = ("input", "loop", "save", "evaluate", "collective")
-"""Activities of which a script does more in some steps than in others."""
+"""Activities that may take longer in some steps than in others because of occasional work."""
 _SELDOM = 0.5
-"""Largest share of the steps that contain occasional work."""
+"""Largest share of steps that may contain work for it to count as occasional."""
 _OUTLIER = 0.2
-"""Share of a median step by which occasional work exceeds its usual time."""
+"""Smallest excess of occasional work over an activity's usual time, as a share of a median step."""
 _STALL = 2.0
-"""The same share for work at irregular intervals, larger because another program may cause it."""
+"""Smallest excess of work at irregular intervals, as a share of a median step. It is larger than ``_OUTLIER``
+because another program may cause such work."""
 _LEAST_GAPS, _REGULAR = 2, 0.6
-"""Least number of intervals between steps with such work, and least share of them that are equal."""
+"""For work at regular intervals: least number of intervals, and least share of them that are equal."""
 _STEADY = 0.75
-"""Share of the steps, and of all waiting, from which a rank counts as slower than the others."""
+"""Least share of the steps, and of all waits, from which a rank counts as slower than the others."""
 _MOST_LATE = 0.02
-"""Share of a step below which waits do not name a rank."""
+"""Least share of a step, spent waiting for a rank, for that rank to count as slower than the others."""
 
 
 class Span(NamedTuple):
@@ -55,9 +56,9 @@ class Meeting:
     start_ns: int
     end_ns: int
     since: dict[Kind, int]
-    """Activities of the rank since the previous exchange, in ns by kind."""
+    """Nanoseconds of the rank's activities since the previous exchange, by kind."""
     before_ns: int
-    """End of the previous exchange."""
+    """End of the previous exchange in ns; of the first exchange, start of the first step."""
 
 
 @dataclass(slots=True)
@@ -104,13 +105,13 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
 
 
 def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
-    """Return each step of each rank, with its waits."""
+    """Return, for each step, the activities and waits of each rank."""
     by_rank = [_rank_steps(log) for log in logs]
     steps = [list(step) for step in zip(*by_rank, strict=False)]
     for step in steps:
         kinds = {tuple(meeting.kind for meeting in rank.meetings) for rank in step}
         for rank in step if len(kinds) > 1 else ():
-            for meeting in rank.meetings:  # ranks cannot be matched
+            for meeting in rank.meetings:  # the ranks' exchanges cannot be matched
                 rank.exposed[meeting.kind] += meeting.end_ns - meeting.start_ns
         for together in zip(*(rank.meetings for rank in step), strict=False) if len(kinds) == 1 else ():
             _meet(step, together)
@@ -120,7 +121,7 @@ def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
 def drawn(logs: Sequence[RankLog]) -> list[tuple[int, str, float, float]]:
     """Return a step of about median length as rows: rank, activity, start and duration in seconds.
 
-    ``wait`` is for the last rank of an exchange.
+    The activity ``wait`` lasts until the last rank begins an exchange.
     """
     ends = [log.step_ends_ns for log in logs]
     lengths = [later - earlier for earlier, later in pairwise(ends[0])][: min(len(each) for each in ends) - 1]
@@ -166,7 +167,7 @@ def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:
 def _excess(together: Sequence[Meeting], last: int) -> dict[Kind, float]:
     """Return shares, adding up to 1, of what the last rank did more of than the others.
 
-    An exchange is among them if the rank came late out of the previous one.
+    An exchange is among these if the previous exchange ended later on this rank.
     """
     others = [meeting for rank, meeting in enumerate(together) if rank != last]
     if not others:
@@ -199,7 +200,7 @@ def _rank_steps(log: RankLog) -> list[RankStep]:
 
 
 def spans_of(log: RankLog) -> Iterator[Span]:
-    """Yield the rank's activities from the start of its first step to the end of its last one."""
+    """Yield the rank's spans, in order, from the start of its first step to the end of its last one."""
     if not log.num_steps:
         return
     now, end = log.step_ends_ns[0], log.step_ends_ns[-1]
@@ -240,7 +241,7 @@ def _split(log: RankLog) -> Iterator[Event]:
 
 @dataclass(slots=True)
 class _Seldom:
-    """Steps in which a rank does more of a kind than in most."""
+    """Steps in which a rank spends more time on a kind of activity than in most steps."""
 
     usual_ns: float
     period: int
@@ -275,7 +276,7 @@ def _is_regular(steps: Sequence[int]) -> bool:
 def _parts(
     step: RankStep, rank: int, number: int, seldom: Mapping[int, Mapping[Kind, _Seldom]]
 ) -> Iterator[tuple[tuple[Kind, int | None, int | None], float]]:
-    """Yield a rank's step by kind, rank that it waits for, and period of occasional work."""
+    """Yield the ns of a rank's step by kind, rank that it waits for, and period of occasional work."""
     for times in (step.own, step.exposed):
         for kind, ns in times.items():
             rare = seldom[rank].get(kind)
@@ -289,7 +290,10 @@ def _parts(
 
 
 def steady_rank_of(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
-    """Return the rank that is slower than the others in most steps; none if there is none."""
+    """Return the rank that is slower than the others in most steps, or None.
+
+    ``lasts``: number of steps in which each rank waited least.
+    """
     waits: Counter[int] = Counter()
     for share in shares:
         if share.rank is not None and share.period is None:

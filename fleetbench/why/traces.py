@@ -34,16 +34,17 @@ from fleetbench.why.steps import steady_rank_of
 
 _BROADCAST = re.compile(r"broadcast", re.IGNORECASE)
 _OTHERS = re.compile(r"all_?gather|all_?to_?all|send|recv|barrier", re.IGNORECASE)
-"""Communication that is hardly of gradients or buffers."""
+"""Pattern in the names of communication that is unlikely to carry gradients or buffers."""
 _UNALIGNED = re.compile(r"send|recv|c10d::", re.IGNORECASE)
-"""Communication between some ranks only, and operators that only launch communication."""
+"""Pattern in the names of communication between some ranks only, and of operators that only launch
+communication."""
 _CAUSES: tuple[Kind, ...] = ("input", "device", "optimizer", "idle", "loop")
 """Kinds of work of which a rank may do more than the ranks that wait for it."""
 _EXCHANGES: tuple[Kind, ...] = ("gradients", "buffers", "collective")
 _SAID = 0.02
-"""Share of a step below which parts are not mentioned."""
+"""Share of a step below which times are not mentioned in notes."""
 _ABOUT = 0.1
-"""Ranks begin a collective about last if they wait for at most this share of the longest wait."""
+"""Share of the longest wait up to which a rank's own wait shows that it began a collective about last."""
 _SCATTER = 0.1
 """Limit of misalignment. Ranks are not aligned if collectives' ends differ in median by more than this share
 of a step, beyond the clocks' difference, or if more than this share of all-reduces end on one rank before
@@ -57,9 +58,9 @@ class TraceShares:
     shares: Shares
     """Shares of a step."""
     hidden_s: float
-    """Seconds of communication per step that compute hides, mean over ranks."""
+    """Seconds of communication per step that compute hides, mean over ranks and steps."""
     num_ranks: int
-    """Number of ranks in the job; traces of some may be missing."""
+    """Number of ranks in the job; some of them may have no trace."""
     host_waits: tuple[HostWait, ...]
     """Waits of hosts for their devices, the longest ``idle_s`` first."""
 
@@ -74,7 +75,7 @@ def shares_of_traces(sources: Sequence[Path], where: str) -> Shares:
 
 
 def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
-    """Return ``shares_of_traces`` with the other results of the traces. Raises the same errors."""
+    """Return the shares of a step from traces, and other results; see ``shares_of_traces``."""
     recorded = read_traces(sources, where, host=True)
     parts = [_divide(trace, recorded.steps) for trace in recorded.traces]
     notes = list(recorded.notes)
@@ -95,13 +96,14 @@ def read_shares(sources: Sequence[Path], where: str) -> TraceShares:
 def projected(found: TraceShares, *, link_factor: float | None, ranks: int | None) -> Shares:
     """Return an upper bound of the step with links ``link_factor`` times as fast and ``ranks`` ranks.
 
-    None leaves either as it is. A ring all-reduce of S bytes among n ranks moves 2 (n - 1) / n S over each
-    link. So communication takes f = (n' - 1) n / (n' (n - 1)) / ``link_factor`` times as long; latency is
-    neglected. Let a queue of buckets send bucket i, ready at r_i, in c_i, and let the backward end at B >=
-    r_i. Then E = max_i (r_i - B + c_i + c_(i+1) + ...) is exposed. So for f <= 1 at most f E stays exposed,
-    and for f > 1 at most E + (f - 1) T, where T is all communication, hidden or not. Waits for slow ranks
-    stay as they are. Waits that traces do not show count as communication, and then the result is no bound
-    for f < 1.
+    None leaves links, or the number of ranks, as they are.
+
+    A ring all-reduce of S bytes among n ranks moves 2 (n - 1) / n S over each link. So communication takes f =
+    (n' - 1) n / (n' (n - 1)) / ``link_factor`` times as long; latency is neglected. Let a queue of buckets
+    send bucket i, ready at r_i, in c_i, and let the backward end at B >= r_i. Then E = max_i (r_i - B + c_i +
+    c_(i+1) + ...) is exposed. So for f <= 1 at most f E stays exposed, and for f > 1 at most E + (f - 1) T,
+    where T is all communication, hidden or not. Waits for slow ranks stay as they are. Waits that traces do
+    not show count as communication, and then the result is no bound for f < 1.
 
     Raises ``ConfigError`` for numbers out of range, and for ``ranks`` if the job has one rank.
     """
@@ -133,13 +135,16 @@ def projected(found: TraceShares, *, link_factor: float | None, ranks: int | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """One trace, divided. Arrays have an entry for each step of all ranks, 0 if it is in another file."""
+    """One trace, divided by kinds of activity.
+
+    Arrays have one entry per step of the job, which is 0 if another file has the step.
+    """
 
     trace: Trace
     windows: Spans
     """Steps on the device."""
     spans: dict[Kind, Spans]
-    """Times of each kind of activity. They do not overlap, and together they are the windows."""
+    """Times of each kind of activity. They do not overlap, and together they fill the windows."""
     ns: dict[Kind, Integers]
     hidden: Integers
     """Nanoseconds of communication that compute hides."""
@@ -211,11 +216,11 @@ def _windows(trace: Trace, steps: Sequence[int]) -> Spans:
 
 
 Waited = dict[tuple[int, int], Spans]
-"""Times in which the first rank waits for the second one."""
+"""Times in which one rank waits for another, by the waiting rank and the late rank."""
 
 
 def _waits(parts: Sequence[_Parts], ranks: Sequence[int], steps: Sequence[int], notes: list[str]) -> Waited:
-    """Return the waits in collectives; none, and a note, if the ranks cannot be aligned."""
+    """Return the waits in collectives; empty, with another note, if the ranks cannot be aligned."""
     if len(ranks) == 1:
         return {}
     found = {(part.trace.rank, step): own for part in parts for step, own in part.collectives.items()}
@@ -256,11 +261,11 @@ def _waits(parts: Sequence[_Parts], ranks: Sequence[int], steps: Sequence[int], 
 
 
 def _late(waits: Integers, is_early: Flags, of_step: Integers) -> Iterator[tuple[int, Integers]]:
-    """Yield, for each collective, the index of the last rank to begin it, and ns that each other rank waits.
+    """Yield, for each collective, the index of the last rank to begin it, and the ns that each rank waits.
 
     ``waits``: ns until the last rank begins, by rank and collective. If several ranks begin about last, those
-    that have waited before in this step were delayed by another one: the last rank is the one that has waited
-    least.
+    that have waited before in this step were delayed by another rank: the one that has waited least is the
+    last rank.
     """
     before = np.zeros(len(waits), dtype=np.int64)
     for column, step in enumerate(of_step):
@@ -274,7 +279,7 @@ def _late(waits: Integers, is_early: Flags, of_step: Integers) -> Iterator[tuple
 
 
 def _shares(parts: Sequence[_Parts], waits: Waited, ranks: Sequence[int], num_steps: int) -> Shares:
-    """Return the means over steps, and over the ranks that are not the last of a step."""
+    """Return shares as means over steps, and over the ranks that are not the last of a step."""
     place = {rank: index for index, rank in enumerate(ranks)}
     kinds = list(dict.fromkeys(kind for part in parts for kind in part.ns))
     ns = {kind: np.zeros((len(ranks), num_steps)) for kind in kinds}

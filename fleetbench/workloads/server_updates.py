@@ -1,11 +1,11 @@
-"""Updates on parameter servers: computation of a server's shard, and of a trainer's copy in GeoSGD.
+"""Updates on parameter servers: computation on a server's shard, and on a trainer's copy in GeoSGD.
 
-There are no sockets, and no decisions, which are in ``fleetbench.plan.servers``. Real and virtual servers and
-trainers use this.
+This module has no sockets and decides nothing; ``fleetbench.plan.servers`` has the decisions. Real and
+virtual servers and trainers use it.
 
-The optimizer is torch's, applied to the part of the dense parameters and to the pushed rows of the tables.
-Rows that a push does not contain keep their parameters and their state (torch calls this lazy). For SGD and
-Adagrad this equals the dense update with zeros in them; for momentum and Adam it does not.
+The optimizer is torch's, applied to the server's part of the dense parameters and to the pushed rows of the
+tables. Rows that a push does not contain keep their parameters and their state (torch calls this lazy). For
+SGD and Adagrad this equals the dense update with zeros in those rows; for momentum and Adam it does not.
 """
 
 import functools
@@ -29,8 +29,8 @@ Told = tuple[str, dict[str, float]]
 """Name and options of an optimizer, with the keys of ``OPTIONS``."""
 
 ROW = np.dtype(np.int32)
-"""Type of rows in messages: a row's number on the server, which is the row divided by the number of
-servers."""
+"""Type of row numbers in messages. A row's number on its server is its number in the table divided by the
+number of servers."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 OPTIONS: dict[str, dict[str, float]] = {
@@ -40,15 +40,15 @@ OPTIONS: dict[str, dict[str, float]] = {
     "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     "sparse_adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
 }
-"""Optimizers of a server, with their options and torch's defaults. Every gradient brings the learning
-rate."""
+"""Options of each optimizer of a server, with torch's defaults. The learning rate comes with every gradient
+instead."""
 
 SLOTS = {**OPTIMIZER_STATE, "sparse_adam": OPTIMIZER_STATE["adam"]}
-"""Names of the state arrays of each parameter."""
+"""Names of the optimizer's state arrays per parameter, by optimizer."""
 
 
 class Updates:
-    """One optimizer over a list of arrays, with its state for each. ``name`` is a key of ``SLOTS``."""
+    """One optimizer over a list of arrays, with its state for each array. ``name`` is a key of ``SLOTS``."""
 
     def __init__(self, name: str, options: Mapping[str, float], arrays: Sequence[Array]) -> None:
         self.options = options
@@ -57,12 +57,12 @@ class Updates:
         start = options.get("initial_accumulator_value", 0.0)
         self.state: list[dict[str, Array]] = [{slot: np.full_like(array, start) for slot in SLOTS[name]} for array in arrays]
         self.steps = [0] * len(arrays)
-        """Number of updates that each array has had."""
+        """Number of updates of each array so far."""
 
     def update(self, number: int, gradient: Array, rate: float, rows: Array | None = None) -> None:
-        """Update array ``number``, or distinct ``rows`` of it.
+        """Update array ``number``, or only its distinct ``rows``.
 
-        A step without rows counts, because the rest of the table is updated on other servers.
+        An update without rows counts as well, because the rest of the table is updated on other servers.
         """
         self.steps[number] += 1
         if not len(gradient):
@@ -75,7 +75,7 @@ class Updates:
 
     def _step(self, gradient: torch.Tensor, parameter: torch.Tensor, *state: torch.Tensor, step: int, rate: float) -> None:
         options: dict[str, Any] = {"lr": rate, "foreach": False, "fused": True, "maximize": False, **self.options}
-        before = torch.tensor(step - 1, dtype=torch.float64, device="cpu")  # as float64, because it counts beyond 2^24
+        before = torch.tensor(step - 1, dtype=torch.float64, device="cpu")  # float64, because float32 counts only to 2^24
         if self._name in ("sgd", "momentum"):
             options = {"momentum": 0.0, **options, "nesterov": bool(options.get("nesterov"))}
             sgd([parameter], [gradient], [state[0] if state else None], dampening=0.0, **options)
@@ -83,7 +83,7 @@ class Updates:
             del options["initial_accumulator_value"]
             adagrad([parameter], [gradient], [state[0]], [before], **options)
         else:
-            if self._name == "sparse_adam":  # sparse_adam adds eps before the correction
+            if self._name == "sparse_adam":  # SparseAdam adds eps before the bias correction
                 options["eps"] /= math.sqrt(1 - options["beta2"] ** step)
             adam([parameter], [gradient], [state[0]], [state[1]], [], [before], amsgrad=False, **options)
 
@@ -96,18 +96,19 @@ class Change:
     """
 
     dense: torch.Tensor | None
-    """Dense numbers as one vector; none if there are none."""
+    """Dense numbers as one vector, or None if the model has none."""
     tables: list[tuple[torch.Tensor, torch.Tensor]]
-    """Rows and their values; for a server's part as the server numbers them, in ascending order."""
+    """Rows and their values, for each table. In a server's part, rows are numbered as on the server, in
+    ascending order."""
     rate: float = 0.0
-    """Learning rate of the gradient."""
+    """Learning rate for the gradient."""
     versions: Array = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    """Number of updates in the parameters from which each gradient was computed, ``(gradients, servers)``;
-    for a server's part ``(gradients,)``."""
+    """Number of server updates in the parameters from which each gradient was computed, ``(gradients,
+    servers)``, in a server's part ``(gradients,)``."""
 
 
 def add_changes(changes: Sequence[Change]) -> Change:
-    """Return the sum, added in order, with the learning rate of the last."""
+    """Return the sum of ``changes``, added in order, with the learning rate of the last one."""
     if len(changes) == 1:
         return changes[0]
     dense = [change.dense for change in changes if change.dense is not None]
@@ -129,11 +130,11 @@ class Layout:
         self.tables = [value.data for value in self.sparse.values()]
 
     def table_of(self, weight: torch.Tensor) -> int:
-        """Return the number of the table with this weight."""
+        """Return the index of the table with this weight."""
         return next(number for number, table in enumerate(self.sparse.values()) if table is weight)
 
     def shards(self, servers: int) -> Shards:
-        """Return which server holds what."""
+        """Return the distribution of the parameters over ``servers`` servers."""
         tables = tuple(Table(name=name, rows=len(value), width=value.shape[1]) for name, value in self.sparse.items())
         return Shards(servers=servers, dense=len(self.flat), tables=tables)
 
@@ -147,7 +148,7 @@ class Layout:
     def change(self, gradients: Sequence[torch.Tensor | None]) -> Change:
         """Return a copy of a step's gradients.
 
-        Parameters that the loss does not use have zeros, or no rows.
+        Parameters that the loss does not use get zeros or, in tables, no rows.
         """
         found = dict(zip(self.named, gradients, strict=True))
         dense = [torch.zeros_like(value) if (own := found[name]) is None else own for name, value in self.dense.items()]
@@ -167,9 +168,10 @@ class Layout:
 
 
 class ParameterShard:
-    """Part ``server`` of a model's parameters, with its optimizer's state.
+    """Part of a model's parameters on one ``server``, with its optimizer's state.
 
-    ``readers``: number of trainers in GeoSGD, which pull the rows that others changed; 0 in the other modes.
+    ``readers`` is the number of trainers in GeoSGD, which pull the rows that others changed, and 0 in other
+    modes.
     """
 
     def __init__(self, shards: Shards, server: int, dtype: np.dtype[Any], told: Told, readers: int = 0) -> None:
@@ -182,7 +184,7 @@ class ParameterShard:
         self._changed = self._flags(readers)
 
     def _flags(self, readers: int) -> list[list[Array]]:
-        """Flags by reader and table, one per row: whether other trainers have changed it."""
+        """Return flags by reader and table, one per row: whether other trainers have changed the row."""
         return [[np.zeros(len(table), np.bool_) for table in self.tables] for _ in range(readers)]
 
     @property
@@ -196,7 +198,7 @@ class ParameterShard:
             array[...] = values
 
     def update(self, pushes: Sequence[Change], divisor: int) -> None:
-        """Update by the sum of the pushes, added in order, over ``divisor``."""
+        """Update by the sum of ``pushes``, added in order, divided by ``divisor``."""
         change = add_changes(pushes)
         if change.dense is not None:
             self.optimizer.update(0, _divided(change.dense, divisor), change.rate)
@@ -204,7 +206,7 @@ class ParameterShard:
             self.optimizer.update(number, _divided(values, divisor), change.rate, rows.numpy())
 
     def accumulate(self, push: Change) -> None:
-        """Add a delta."""
+        """Add the delta of ``push`` to the parameters."""
         if push.dense is not None:
             self.dense += push.dense.numpy()
         for table, (rows, values) in zip(self.tables, push.tables, strict=True):
@@ -218,7 +220,7 @@ class ParameterShard:
                     flags[rows.numpy()] = True
 
     def parameters(self, rank: int) -> list[Array]:
-        """Return the answer to a pull: dense numbers, then each table's changed rows and values."""
+        """Return the answer to a pull of ``rank``: dense numbers, then each table's changed rows and their values."""
         found = [self.dense.copy()]
         for flags, table in zip(self._changed[rank] if self._changed else (), self.tables, strict=False):
             rows = np.flatnonzero(flags).astype(ROW)
@@ -232,7 +234,7 @@ class ParameterShard:
 
 
 def views_of(shards: Shards, server: int, flat: torch.Tensor, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a server's parts of a model: of the dense numbers, then of each table."""
+    """Return views of a server's parts of a model: of the dense numbers, then of each table."""
     return [flat[shards.dense_part(server)], *(table[server :: shards.servers] for table in tables)]
 
 
@@ -241,7 +243,7 @@ def _divided(values: torch.Tensor, divisor: int) -> Array:
 
 
 def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of sparse tensors with distinct rows: ascending rows, and sums in the parts' order."""
+    """Return the sum of sparse tensors with distinct rows: rows in ascending order, and sums in the parts' order."""
     if len(parts) == 1:
         return parts[0]
     rows, where = torch.unique(torch.cat([own for own, _ in parts]), return_inverse=True)
@@ -250,7 +252,7 @@ def add_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 
 def options_for(workload: Workload) -> Told:
-    """Return the options of an experiment's optimizer from its file, without an optimizer object."""
+    """Return the name and options of an experiment's optimizer from its file, without an optimizer object."""
     options = {**OPTIONS[workload.optimizer], "weight_decay": workload.weight_decay}
     if "momentum" in options:
         options["momentum"] = workload.momentum
@@ -258,7 +260,7 @@ def options_for(workload: Workload) -> Told:
 
 
 def part_of(change: Change, shards: Shards, server: int) -> Change:
-    """The part of a change that a server holds, with the server's row numbers."""
+    """Return the part of a change that a server holds, with the server's row numbers."""
     tables = []
     for rows, values in change.tables:
         own, where = _rows_of(rows, shards.servers, server)
@@ -268,7 +270,7 @@ def part_of(change: Change, shards: Shards, server: int) -> Change:
 
 
 def shard_rows(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torch.Tensor]:
-    """Return a server's rows, as the server numbers them, and as they were."""
+    """Return those of ``rows`` that a server holds: their numbers on the server, and their numbers in the table."""
     own, where = _rows_of(rows, servers, server)
     return own, rows if where is None else rows.index_select(0, where)
 
@@ -281,19 +283,19 @@ def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torc
 
 
 _PIECE = 1 << 18
-"""Number of elements merged while training waits, which takes a tenth of a millisecond."""
+"""Number of elements merged at a time while training waits, which takes a tenth of a millisecond."""
 
 
 class GeoCopy:
-    """A trainer's copy in GeoSGD: its model (``latest``), the servers' last state (``old``), touched rows.
+    """A trainer's copy in GeoSGD: its model (``latest``), the servers' last state (``old``), and touched rows.
 
     ``latest`` changes all the time. If a row is read during an update, the delta contains a part of the
     update; the rest remains in latest - old, and is sent later. Only ``latest +=`` must not coincide with an
-    update: both take ``guard``, a merge for one piece at a time.
+    update: both hold ``guard``, which a merge takes for one piece at a time.
     """
 
     def __init__(self, flat: torch.Tensor, tables: Sequence[torch.Tensor], shards: Shards) -> None:
-        """``flat`` and ``tables`` are ``latest``, which others change in place."""
+        """Create the copy with ``flat`` and ``tables`` as ``latest``, which others change in place."""
         self.guard = threading.Lock()
         self._flat, self._tables = flat, tables
         self._shards = shards
@@ -312,7 +314,7 @@ class GeoCopy:
     def take(self, divisor: int) -> Change:
         """Return delta = (latest - old) / divisor for the touched rows and all dense parameters.
 
-        The old values advance by delta.
+        Adds delta to ``old``.
         """
         with self.guard:
             self._touched, self._spare = self._spare, self._touched
@@ -333,7 +335,7 @@ class GeoCopy:
     def give_up(self) -> None:
         """Set latest = old everywhere.
 
-        After an exchange this is the servers' state, except for later pushes of others.
+        After an exchange this is the servers' state without later pushes of other trainers.
         """
         with self.guard:
             self._flat.copy_(self._old_dense)
@@ -341,7 +343,7 @@ class GeoCopy:
                 table.copy_(old)
 
     def merge(self, server: int, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Merge a pull of one server, with the server's row numbers: latest += server - old; old = server."""
+        """Merge a pull from one server, with its row numbers: latest += server - old; old = server."""
         part = self._shards.dense_part(server)
         flat, old_dense = self._flat[part], self._old_dense[part]
         for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), dense.split(_PIECE), strict=True):

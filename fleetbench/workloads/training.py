@@ -1,4 +1,4 @@
-"""Training a workload: shared by all executors that really train, for one trajectory per experiment."""
+"""Training of a workload, shared by all executors that really train, so that they follow the same trajectory."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ _EVALUATED = 512
 
 
 class HeldOut:
-    """The held-out split, with its own model for evaluation."""
+    """The held-out split, with a separate model for evaluation."""
 
     def __init__(self, model: nn.Module, data: Path, compare: Loss) -> None:
         self._model = model.eval()
@@ -27,12 +27,12 @@ class HeldOut:
         self._data = data
 
     def loss(self, flat: torch.Tensor) -> float:
-        """Return the mean loss at ``flat``, the tensors of ``evaluated`` as one vector."""
+        """Return the mean loss with ``flat``, the tensors of ``evaluated`` as one vector."""
         return self.loss_and_accuracy(flat)[0]
 
     @torch.no_grad()
     def loss_and_accuracy(self, flat: torch.Tensor) -> tuple[float, float | None]:
-        """Return the mean loss, and the accuracy if the loss is cross-entropy."""
+        """Return the mean loss and the accuracy, which is None unless the loss is cross-entropy."""
         tensors = evaluated(self._model.to(flat.device))
         for tensor, piece in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view_as(tensor))
@@ -74,7 +74,7 @@ def refuse_dense_optimizer(model: torch.nn.Module, workload: Workload) -> None:
 def sampler_of(experiment: Experiment, data: Path, trainers: int, rank: int) -> Sampler:
     """Return the sampler of a trainer's batches from the prepared ``data``.
 
-    Raises ``ConfigError`` if the data are too few for one batch per trainer.
+    Raises ``ConfigError`` if there are too few samples for one batch per trainer.
     """
     workload, num_samples = experiment.workload, num_training_samples(data)
     if workload.batch_size * trainers > num_samples and workload.uneven_data == "cut":

@@ -1,4 +1,4 @@
-"""Attaching: makes the calls of fleet's four lines for a script without them."""
+"""Attaching: makes the calls of fleet's four lines for a script that does not contain them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from real.attach.ddp import DistributedDataParallel
 
 _TIMEOUT_S = 120.0
-"""Least timeout of a collective in seconds; the script's process group may allow more."""
+"""Shortest timeout of a collective in seconds; the script's process group may allow more."""
 
 
 class Attached:
-    """The process's part in the job.
+    """This process's part in the job.
 
     ``before_forward`` hands each model to the job, with the optimizers that hold its parameters.
     """
@@ -43,9 +43,9 @@ class Attached:
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def before_forward(self, model: DistributedDataParallel, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Prepare a forward with gradients.
+        """Attach the model at its first forward with gradients, and new optimizers that hold its parameters.
 
-        ``optimizers``: those that hold the model's parameters, if there are new ones.
+        Raises ``ConfigError`` for a model that was wrapped again.
         """
         if not model.is_attached:
             self._attach(model)
@@ -64,7 +64,7 @@ class Attached:
         return optimizer in self._optimizers
 
     def stepped(self) -> None:
-        """Count a step that began before its optimizer was known."""
+        """Count a step during which the job began to follow the optimizer."""
         if self._job is not None and self._job.driven is not None:
             self._job.driven.step_done()
 
@@ -75,7 +75,7 @@ class Attached:
             engine.hear_backward()
 
     def join(self, model: DistributedDataParallel, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
-        """Return torch's ``join``, executed by the job's engine."""
+        """Return the context of torch's ``join``, carried out by the job's engine."""
         assert self._job is not None
         engine = self._job.models.of(model)
         if engine is not None and engine.plan.buffers_nbytes:
@@ -120,7 +120,7 @@ class Attached:
 
 
 def timeout_s() -> float:
-    """Return the seconds that the script's process group allows for a collective.
+    """Return the seconds that the script's process group allows for a collective, at least ``_TIMEOUT_S``.
 
     A rank may evaluate while the others wait for it.
     """

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: torch's, or one with ``real.engine`` instead of its Reducer, for a job."""
+"""DistributedDataParallel: a subclass of torch's, in which a job can replace the Reducer by ``real.engine``."""
 
 import sys
 from collections.abc import Callable
@@ -26,19 +26,19 @@ def _eager(function: _Function) -> _Function:
 class DistributedDataParallel(_Ddp):
     """Torch's DDP, which a job may attach to a strategy's engine.
 
-    Life cycle: torch's own behaviour, to the bit -> ``is_attached``: it exchanges nothing itself, and the
-    job's engine exchanges its gradients. The engine hooks this module, not the inner one: calls of the inner
-    one outside of this one's forward are no steps, as in torch. As in torch, a backward exchanges if its
-    forward ran outside of ``no_sync``. Copies, and models loaded from a file, are torch's own again.
+    Life cycle: torch's behaviour, bit for bit -> ``is_attached``: the job's engine exchanges the gradients,
+    and this class exchanges nothing. The engine hooks this module, not the inner one: calls of the inner
+    module outside of this one's forward are no steps, as in torch. As in torch, a backward exchanges if its
+    forward ran outside of ``no_sync``. Copies, and models loaded from a file, have torch's behaviour again.
     """
 
     job: ClassVar[Job | None] = None
-    """The process's job, once the class has replaced torch's."""
+    """Job of this process; ``None`` until this class has replaced torch's."""
     is_attached = False
 
     @_eager
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """See torch's; a job attaches before the first forward with gradients."""
+        """Run the forward as in torch; a job attaches before the first forward with gradients."""
         if self.job is None:
             return super().__call__(*inputs, **named)
         # `torch.compile(ddp)` compiles only the inner module, see ``_run_ddp_forward``
@@ -59,17 +59,17 @@ class DistributedDataParallel(_Ddp):
 
     @property
     def exchanges_nothing(self) -> bool:
-        """Whether it is attached, or will be in its first forward with gradients."""
+        """Whether the model is attached, or will be at its first forward with gradients."""
         return self.is_attached or (self.job is not None and self.job.attached is not None)
 
     def switch_off(self) -> None:
-        """Exchange nothing from now on."""
+        """Remove the Reducer, so that this class exchanges nothing from now on."""
         logged = self._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
         self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
         self.__dict__.update(reducer=_NoReducer(ref(self)), logger=_Logged(logged, {}), is_attached=True)
 
     def join(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
-        """See torch's; an attached job's engine supports trainers with different numbers of batches."""
+        """Return torch's ``join``, or that of the job's engine: trainers may have different numbers of batches."""
         if self.job is not None:
             self.job.before_forward(self)
         if not self.is_attached:
@@ -80,16 +80,16 @@ class DistributedDataParallel(_Ddp):
         return self.job.attached.join(self, *arguments, **named)
 
     def join_hook(self, **named: Any) -> Any:
-        """See torch's.
+        """Return torch's hook for ``Join``.
 
-        Raises ``ConfigError`` while a job is attached: it does not support others in one ``Join``.
+        Raises ``ConfigError`` while a job is attached, because it cannot join several objects.
         """
         if self.is_attached:
             raise ConfigError("joins uneven inputs of several objects at once", "Join", hint="use `with ddp.join():` for only the model")
         return super().join_hook(**named)  # type: ignore[no-untyped-call]  # torch's
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """See torch's. Raises ``ConfigError`` after the first forward with an attached job."""
+        """Register a hook as in torch. Raises ``ConfigError`` after the first forward with an attached job."""
         if self.is_attached:
             what = "comes after the first forward, when a strategy has replaced the exchange"
             raise ConfigError(what, "register_comm_hook", hint="register it before the first forward")
@@ -143,7 +143,7 @@ class _Logged(NamedTuple):
 
 
 class _NoReducer(NamedTuple):
-    """The Reducer of an attached model, which has nothing to prepare."""
+    """Replaces the Reducer of an attached model; it has nothing to prepare."""
 
     model: "ref[DistributedDataParallel]"
 
@@ -164,7 +164,7 @@ DistributedDataParallel.__doc__ = _Ddp.__doc__
 
 
 def replace(module: ModuleType, job: Job) -> None:
-    """Replace torch's class, in its module and where it has already been imported from it."""
+    """Replace torch's class in ``module``, and in ``torch.nn.parallel`` if that has imported it already."""
     DistributedDataParallel.job = job
     for each in (module, sys.modules.get("torch.nn.parallel")):
         if hasattr(each, "DistributedDataParallel"):

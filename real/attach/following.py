@@ -12,7 +12,7 @@ from real.processes.roles import ATTACH, STRATEGY, TUNING, WHY
 
 
 def follow(module: ModuleType) -> None:
-    """Change the module if the job asks this process for something; otherwise leave it unchanged."""
+    """Change the module if this process's environment asks for a job; otherwise leave it unchanged."""
     if ATTACH in os.environ and WHY in os.environ:
         from real.why.following import follow as look_at
 

@@ -1,4 +1,4 @@
-"""Job: this process's part in the job of its environment, before it imports anything."""
+"""Job: this process's part in the job that its environment asks for. Importing it imports nothing of torch."""
 
 import atexit
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """The job before and after it attaches.
+    """This process's part in the job, before and after it attaches.
 
     Life cycle: created when torch is imported -> ``attached`` at the first forward of a model that an
     optimizer may follow. Until then the model is purely torch's, broadcasts of buffers included. A script
@@ -26,16 +26,16 @@ class Job:
     def __init__(self) -> None:
         self.optimizers = Optimizers()
         self._num_seen: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-        """Number of optimizers that existed at a model's last forward."""
+        """Number of optimizers that had been created at each model's last forward."""
         self._attached: Attached | None = None
         self.sharded: Sharded | None = None
-        """Part of the job for models of ``fully_shard``, once that is imported."""
+        """Part of the job for models of ``fully_shard``; ``None`` until that is imported."""
         self._why_not = NEVER_CALLED
         self._process = os.getpid()
         atexit.register(self._note_end)
 
     def before_forward(self, model: "DistributedDataParallel") -> None:
-        """Prepare a forward with gradients."""
+        """Attach a model whose parameters an optimizer holds, before a forward with gradients."""
         if self._attached is None and not self.may_attach():
             return
         num_before = self._num_seen.get(model, 0)
@@ -59,18 +59,18 @@ class Job:
         return any(each is not None and each.follows(optimizer) for each in (self._attached, self.sharded))
 
     def stepped(self, _optimizer: Optimizer) -> None:
-        """End a step during which the model was attached."""
+        """Count a step during which the job began to follow the optimizer."""
         for each in (self._attached, self.sharded):
             if each is not None:
                 each.stepped()
 
     @property
     def attached(self) -> "Attached | None":
-        """Part of the job for the process's models, once it is attached."""
+        """Part of the job for models of DistributedDataParallel; ``None`` until a model is attached."""
         return self._attached
 
     def may_attach(self) -> bool:
-        """Whether this is the script's own process, and the script leaves the strategy to the job."""
+        """Whether this is the script's own process, not a fork, and the script does not call ``fleet.init`` itself."""
         known = sys.modules.get("real.fleet")
         if known is None or known.fleet.job is None:
             return self._process == os.getpid()  # not a DataLoader's worker

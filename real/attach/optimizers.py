@@ -1,7 +1,7 @@
 """Optimizers: those that a process has created, and wrappers around their steps.
 
-A closure that torch's optimizer would call first runs before its step. So a step is an update, and forward
-and backward come before it (Lightning trains inside of closures).
+The wrapper calls a closure before the step, not inside of it as torch does. So a step is only an update, and
+forward and backward come before it (Lightning trains inside of closures).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from weakref import ref
 
 Optimizer = Any
-"""Type ``torch.optim.Optimizer``, whose module is not imported yet."""
+"""Stands for the type ``torch.optim.Optimizer``, whose module is not imported yet."""
 _MANY_CALLS = "torch.optim.lbfgs"
 """Module whose optimizer calls its closure any number of times."""
 
@@ -28,7 +28,7 @@ class Optimizers:
         return len(self._made)
 
     def holding(self, model: Any) -> list[Optimizer]:
-        """Return the optimizers that hold parameters of a module; a later one replaces an earlier one."""
+        """Return the optimizers that hold parameters of a module, without those that share some with a later one."""
         known = {id(parameter) for parameter in model.parameters()}
         found: list[tuple[Optimizer, set[int]]] = []
         for optimizer in (one for own in self._made if (one := own()) is not None):
@@ -40,7 +40,7 @@ class Optimizers:
     def follow(self, module: ModuleType, follows: Callable[[Optimizer], bool], stepped: Callable[[Optimizer], None]) -> None:
         """Record the optimizers that are created from now on.
 
-        ``module``: ``torch.optim.optimizer``. ``stepped`` is called at a step's end if the job began to
+        ``module`` is ``torch.optim.optimizer``. ``stepped`` is called at a step's end if the job began to
         follow the optimizer during the step.
         """
         base = module.Optimizer

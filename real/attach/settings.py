@@ -49,7 +49,7 @@ def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> Distribu
 
 
 def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
-    """Yield a sentence with the settings that no field expresses and that do not change the result."""
+    """Yield a sentence that names settings without a strategy field, if any; they do not change the result."""
     found = []
     if getattr(model, "bucket_bytes_cap_list", None):
         found.append("bucket_cap_mb_list")
@@ -62,7 +62,7 @@ def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
 
 
 def refuse_settings(model: DistributedDataParallel) -> None:
-    """Raise ``ConfigError`` for settings that change the training result, and that no strategy keeps."""
+    """Raise ``ConfigError`` for settings that change the training result and that no strategy expresses."""
     others = {
         "a process group of its own": model.process_group is not dist.group.WORLD,
         "mixed_precision": getattr(model, "mixed_precision", None) is not None,

@@ -1,4 +1,7 @@
-"""Sharded: the job's part in a process whose script calls ``fully_shard``: arguments of a strategy, and the legs of a driver."""
+"""Sharded: the job's part in a process whose script calls ``fully_shard``.
+
+It changes arguments of these calls to those of a strategy, and runs the legs of a driver.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,11 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """Life cycle: made as ``fully_shard`` is imported -> ``is_attached`` at the first forward of a model that an optimizer may follow.
+    """Applies a strategy, or a driver's legs, to the models that a script shards with ``fully_shard``.
 
-    The strategy is that of a file, or of a driver's first leg: what changes the calls of ``fully_shard`` takes another start.
+    Life cycle: created when ``fully_shard`` is imported -> ``is_attached`` at the first forward of a model
+    that an optimizer may follow. Calls of ``fully_shard`` get the strategy of a file, or of a driver's first
+    leg; another one needs another launch.
     """
 
     def __init__(self, job: Job) -> None:
@@ -46,12 +51,16 @@ class Sharded:
         self._collective: Collective | None = None
         self._model: ShardedModel | None = None
         self._has_mesh = False
-        """Whether calls were given a mesh of the strategy's."""
+        """Whether calls of ``fully_shard`` were given a mesh of the strategy."""
         self._has_own_mesh = False
-        """Whether the script gives one."""
+        """Whether the script passes a mesh to ``fully_shard``."""
 
     def arguments(self, unit: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """The strategy's mesh, its wire, and over how many neighbours an innermost unit is spread after its forward."""
+        """Return the arguments of a call of ``fully_shard``, changed to those of the strategy.
+
+        These are the mesh, unless the script passes one; the type on the wire; and the number of neighbours
+        over which an innermost unit reshards after its forward.
+        """
         self._has_own_mesh |= named.get("mesh") is not None
         strategy = _ordered() if self._job.may_attach() else None
         if strategy is None:
@@ -70,14 +79,14 @@ class Sharded:
         return named | changed
 
     def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
-        """The leg's engine, in a forward with gradients of an attached model."""
+        """Return the context of a model's forward; attach the model at its first forward with gradients."""
         if self._switch is not None and model is self._model:
             return self._switch.forward(inputs, named)
         if model is self._model or not torch.is_grad_enabled() or not self._job.may_attach():
             return nullcontext()
         if optimizers := self._job.optimizers.holding(model.module):
             if TUNING in os.environ and not self.is_attached:
-                watch_driver(dist.get_rank())  # which hears of errors
+                watch_driver(dist.get_rank())  # reports errors to the driver
             self._attach(model, optimizers)
         return nullcontext() if self._switch is None or model is not self._model else self._switch.forward(inputs, named)
 
@@ -86,7 +95,7 @@ class Sharded:
         return self._switch is not None and self._switch.optimizer is optimizer
 
     def stepped(self) -> None:
-        """A step has ended that had begun before its optimizer was known."""
+        """Count a step during which the job began to follow the optimizer."""
         if self._collective is not None and self._collective.driven is not None:
             self._collective.driven.step_done()
 
@@ -111,7 +120,7 @@ class Sharded:
         self._model = model
         if TUNING not in os.environ:
             assert ordered is not None
-            arrive(dist.get_rank())  # which a launcher waits to hear
+            arrive(dist.get_rank())  # lets the launcher know
             if dist.get_rank() == 0:
                 print(overview(ordered), file=sys.stderr)  # noqa: T201  # as fleet.init does
             model.change(DdpChange(reshard_after_forward=reshard_of(ordered, own), threads=ordered.thread_num))
@@ -131,7 +140,10 @@ class Sharded:
 
 
 def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for a strategy that differs from the script's own in more than its units do after a forward, and its mesh."""
+    """Raise ``ConfigError`` for a strategy that cannot be applied to a script's calls of ``fully_shard``.
+
+    It may differ from ``own``, that of these calls, only in threads and in what units do after their forward.
+    """
     configs, known = strategy.sharding_configs, own.sharding_configs
     world = dist.get_world_size()
     if strategy.sharding and degree_of(configs, world) != degree_of(known, world):
@@ -160,7 +172,7 @@ def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> No
 
 @cache
 def _ordered() -> DistributedStrategy | None:
-    """The strategy of a file, or of the driver's first leg; none where that is the script's own."""
+    """Return the strategy of a file, or of the driver's first leg; ``None`` if that is the script's own."""
     if TUNING not in os.environ:
         return DistributedStrategy.load(Path(os.environ[STRATEGY]))
     leg = RankSide.of_environment().wait_for(0, Leg)
@@ -169,6 +181,6 @@ def _ordered() -> DistributedStrategy | None:
 
 @cache
 def _mesh(degree: int) -> DeviceMesh:
-    """Replicas of shard groups of so many neighbours, on the devices that ``fully_shard`` takes."""
+    """Return a mesh of shard groups of ``degree`` neighbours and their replicas, on ``fully_shard``'s devices."""
     shape = (dist.get_world_size() // degree, degree)
     return init_device_mesh(torch._C._get_accelerator().type, shape, mesh_dim_names=("replicate", "shard"))  # noqa: SLF001  # as fully_shard does

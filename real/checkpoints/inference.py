@@ -39,7 +39,7 @@ def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_i
 
 @torch.no_grad()
 def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a copy on the CPU, in evaluation mode, with replaced parameters and no strategy's changes."""
+    """Return a copy on the CPU, in evaluation mode, with replaced parameters and without the strategy's changes."""
     tensors = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     computed = {
         id(value): value.detach().clone() for value in tensors if not value.is_leaf

@@ -19,14 +19,14 @@ _WRITING = timedelta(minutes=30)
 """Timeout for a trainer that answers while it writes: file systems may be slow."""
 
 _ANSWER_S = 10.0
-"""Seconds within which a trainer must say that it lives; a busy one may be slow."""
+"""Seconds within which a trainer must answer that it is alive; a busy one may be slow."""
 
 
 class Meeting:
     """A meeting of all trainers. Each creates it at the same point and calls its methods in the same order.
 
-    ``timeout`` limits how long they wait for each other. If ``failures`` can ask them and all answer, they
-    keep waiting, because one of them is writing.
+    ``timeout`` limits how long trainers wait for each other. If ``failures`` can ask them and all answer, they keep
+    waiting, because one of them is writing.
     """
 
     def __init__(self, timeout: timedelta, failures: Failures | None = None) -> None:
@@ -93,7 +93,7 @@ class Meeting:
         return [bytes(letters[:length]).decode() for letters, length in zip(padded, lengths, strict=True)]
 
     def same(self, text: str, what: str, where: str, hint: str) -> None:
-        """Raise ``ConfigError`` everywhere unless all have the same ``text``; ``what``: how one differs."""
+        """Raise ``ConfigError`` on all trainers unless all have the same ``text``; ``what`` says how one differs."""
         first, *others_told = self.texts(text)
         others = [rank for rank, told in enumerate(others_told, 1) if told != first]
         if others:

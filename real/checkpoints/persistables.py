@@ -7,7 +7,7 @@ optimizer's state and, within a round, the parameters.
 
 Within a round of Local SGD the shared model is the average of the current models, computed on a copy, so
 that the training is not disturbed. With an outer optimizer or fragments it is the model on which trainers
-last agreed; a pending exchange of a fragment is awaited, and its mean is saved beside the outer momentum.
+last agreed; a pending exchange of a fragment is awaited, and its mean is saved with the outer momentum.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Restored:
     """This trainer's parameters by name, within an open round; else empty."""
     carried: Carried = field(default_factory=Carried)
     optimizers: Sequence[Mapping[str, Any]] = ()
-    """Optimizers' data, as ``unpack_optimizer`` takes them."""
+    """Data of each optimizer, for ``unpack_optimizer``."""
     random: Tensors = field(default_factory=dict)
     extra: Any = None
 
@@ -121,7 +121,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[s
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names of each group's parameters; those outside the model, not trained, have empty names."""
+    """Return the names of each group's parameters; empty names stand for untrained parameters outside the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
 

@@ -46,7 +46,7 @@ SEVERAL_FOLDERS = "give every trainer the same folder"
 
 
 class SumsDropped(UserWarning):
-    """Warns of dropped state of trainers: gradients not yet applied, or an outer optimizer's round."""
+    """Warns that state of trainers is dropped: gradients not yet applied, or an outer optimizer's round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +88,10 @@ def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
 
 
 def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Write a save into ``path``: rank 0 the ``shared`` parts, each trainer its ``own``; manifest ``told``.
+    """Write a save into ``path``: rank 0 ``shared`` parts and the manifest ``told``, each trainer its ``own`` parts.
 
-    Parts are given by name. Every trainer calls it. Raises ``EnvironmentLacks`` if nothing can be written;
-    the previous save then stays in force.
+    Parts are given by name. Every trainer calls it. Raises ``EnvironmentLacks`` if nothing can be written; the previous
+    save then stays in force.
     """
     keeps = meeting.rank == 0
     draft = Draft(path, 1 + in_force(meeting, path, SAVE))

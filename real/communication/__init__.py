@@ -1,1 +1,1 @@
-"""Communication: process groups, the lanes that carry collectives beside compute, and the streams and clocks of a device."""
+"""Communication: process groups, lanes that run collectives during compute, and streams and clocks of a device."""

@@ -1,7 +1,7 @@
 """Clocks: times of events, taken without waiting for them.
 
-On a device, operations run long after the host has enqueued them, so a time is first a mark in the
-current stream, and a number once the device has passed it.
+On a device, operations run long after the host has enqueued them. A time is therefore first a mark in the current
+stream, and becomes a number after the device has passed it.
 """
 
 import time
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 Mark = Any
-"""A moment of one clock, opaque to everybody else."""
+"""A moment of one clock, opaque to all other code."""
 
 _MILLISECOND_NS = 1_000_000
 _ANCHOR_EVERY_NS = 1_000_000_000
 _TRIES = 3
 _DRIFT = 10_000
-"""Clocks drift apart by one part in so many at most: oscillators are specified to 100 ppm."""
+"""Inverse of the largest relative drift between two clocks: oscillators are specified to 100 ppm."""
 _DAY_NS = 86_400_000_000_000
 
 
 class Clock:
-    """Marks moments, and turns them into nanoseconds later. This one is the host's, for a CPU: what was called has run."""
+    """Marks moments, and later turns them into nanoseconds. This class is the host's clock, for computing on a CPU."""
 
     def mark(self) -> Mark:
-        """Now, on the current stream; never waits."""
+        """Return a mark for now, on the current stream; never waits."""
         return time.monotonic_ns()
 
     def passed(self, mark: Mark) -> bool:  # noqa: ARG002  # the present is after every mark
@@ -33,25 +33,25 @@ class Clock:
         return True
 
     def resolve(self, marks: Sequence[Mark]) -> list[int]:
-        """Nanoseconds on the scale of ``time.monotonic_ns``; waits until the device has passed the marks."""
+        """Return times in ns on the scale of ``time.monotonic_ns``; waits until the device has passed the marks."""
         return list(marks)
 
 
 class CudaClock(Clock):
-    """CUDA events, relative to an anchor: an event of an idle stream, between two looks at the host's clock.
+    """Clock of CUDA events, relative to an anchor: an event of an idle stream, between two reads of the host's clock.
 
-    The two clocks drift apart by tens of microseconds a second, so ``resolve`` anchors again once a second. That
-    takes the host some ten microseconds, and no work of the device is waited for. Where streams share a
-    hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS``) an event may have to wait all the same; an anchor that is
-    less sure than the one before has become is not taken.
+    The two clocks drift apart by tens of microseconds per second, so ``resolve`` makes a new anchor once a second. This
+    takes the host some ten microseconds, and does not wait for the device's work. If streams share a hardware queue
+    (``CUDA_DEVICE_MAX_CONNECTIONS``), an event may have to wait nevertheless; a new anchor is not used if it is less
+    exact than the old one is by now.
 
     CUDA gives the time between two events in milliseconds as a 32-bit float: within a second, to 60 ns.
 
-    The tests put another ``torch.cuda`` in its place; those marked ``gpu`` take a device.
+    Tests replace ``torch.cuda``; those marked ``gpu`` use a device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Waits for the device: make it before training starts."""
+        """Wait for the device, and make the first anchor; create the clock before training starts."""
         self._device = device
         torch.cuda.synchronize(device)
         self._idle = torch.cuda.Stream(device, priority=-1)
@@ -68,7 +68,7 @@ class CudaClock(Clock):
         return bool(mark.query())
 
     def resolve(self, marks: Sequence[Mark]) -> list[int]:
-        """See ``Clock``; the marks of one call are on one scale, those of two may differ by the drift of a second."""
+        """See ``Clock``; times of one call are on one scale, and those of two may differ by the drift of a second."""
         for mark in marks:
             mark.synchronize()
         if time.monotonic_ns() - self._tried_ns > _ANCHOR_EVERY_NS:
@@ -92,5 +92,5 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of ``device``."""
+    """Return the clock of ``device``."""
     return CudaClock(device) if device.type == "cuda" else Clock()

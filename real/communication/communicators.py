@@ -1,8 +1,8 @@
-"""Communicators: the process groups that carry a plan's operations, one lane each.
+"""Communicators: the process groups that carry a plan's operations, with one lane for each communicator.
 
-Communicator i has a process group for the whole world and, in a hierarchy, one for the part of
-every group that this rank is in. They are made in one order on every rank and kept for the life
-of the process, because making one is itself a collective. Below are the device of a trainer, and what carries collectives there.
+Communicator i has a process group for the whole world and, in a hierarchy, one for this rank's part of every group. All
+ranks create them in the same order and keep them for the life of the process, because creating one is itself a
+collective. The functions at the end choose a trainer's device and what carries collectives on it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from real.processes.failures import CollectiveFailed
 
 _ROUNDS = 4
 _NUMELS = (1, 1000, 1 << 20)
-"""A large collective is still in flight when a small one on another communicator starts."""
+"""Numbers of elements to sum: a large collective is still in flight when a small one on another communicator starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,22 @@ class Way:
     place: int
     """This rank's index in the group."""
     total: Callable[[torch.Tensor], None]
-    """Replaces a tensor by its sum over the group."""
+    """Replaces a tensor with its sum over the group."""
 
 
 def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, timeout_s: float = 10.0) -> None:
-    """A few collectives with known answers, before communicators are trusted with gradients.
+    """Test communicators with collectives whose results are known, before they carry gradients.
 
-    Two NCCL communicators in flight at once can deadlock where ranks run them in different orders, and
-    gloo has silently corrupted results on CUDA tensors. Both show in seconds where they show at all.
-    The first collectives also open the connections, which NCCL would else do inside the first backward.
+    Two NCCL communicators in flight at once can deadlock if ranks run them in different orders, and gloo has silently
+    corrupted results on CUDA tensors. Both errors show within seconds, if at all. The first collectives also open the
+    connections, which NCCL would otherwise open in the first backward.
 
-    Known numbers are summed on all ``ways``, one by one, and then on several at once: those ``together``, in this order. Every rank
-    calls this at the same place, before any operation of its own is in flight. What runs one
-    by one runs under the groups' own timeout, what runs at once under ``timeout_s``. Operations of one
-    lane follow each other.
+    Known numbers are summed on all ``ways`` one by one, and then on the ways of ``together`` at once, in this order.
+    Every rank calls this at the same place, before any other operation is in flight. Single sums run under the groups'
+    own timeout, those at once under ``timeout_s``. Operations of one lane follow each other.
 
-    Raises ``EnvironmentLacks``, with what to switch off, for a wrong answer and for none in time.
-    What a collective itself raises is passed on.
+    Raises ``EnvironmentLacks``, with the setting to switch off, for a wrong result, or for none in time. Exceptions of
+    the collectives are passed on.
     """
     for turn, way in itertools.product(range(len(_NUMELS)), ways):
         if _wrong_ways([way], turn, device):
@@ -87,9 +86,10 @@ def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, t
 
 
 def _wrong_ways(ways: Sequence[Way], turn: int, device: torch.device) -> list[str]:
-    """Sum once on each, all started before any is waited for; the names of those with a wrong answer.
+    """Sum once on each way, starting all before waiting for any; return the names of ways with a wrong result.
 
-    Place r brings i + 10 n + turn at element i of group n, and one more where r is odd: exact in float32 up to 40,000 ranks.
+    Element i of the rank at place r in group n is i mod 256 + 10 (n mod 16) + turn, plus 1 if r is odd: sums are exact
+    in float32 up to 40,000 ranks.
     """
     flights = []
     for way in ways:
@@ -117,11 +117,12 @@ def _canary_error(what: str, where: str, together: Sequence[Way], device: torch.
 
 _CPU = torch.device("cpu")
 Errors = Callable[[], AbstractContextManager[None]]
-"""Turns what breaks a collective inside into a ``CollectiveFailed``."""
+"""Returns a context manager that raises errors of the collectives inside as ``CollectiveFailed``."""
 _BESIDE, _UNEVEN, _IN_TURN = -1, -2, -3
-"""Communicators without a lane: for exchanges of the compute itself, for uneven inputs, and for one all-reduce at a time."""
+"""Numbers of communicators without a lane: for exchanges other than buckets, for uneven inputs, and for one all-reduce
+at a time."""
 _ONE_THREAD = "gloo_in_turn"
-"""Name under which torch knows gloo with one thread a group."""
+"""Name under which torch knows gloo with one thread per group."""
 _OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -135,7 +136,7 @@ def collective_errors() -> Iterator[None]:
 
 
 class _StartedWork:
-    """A collective under way; see ``Started``."""
+    """A collective in flight; see ``Started``."""
 
     def __init__(self, work: dist.Work, errors: Errors) -> None:
         self._work = work
@@ -150,10 +151,10 @@ class _StartedWork:
 
 
 class Communicators:
-    """Process groups over all ranks and over parts of them, numbered from 0; the first is made at once, the others on first use.
+    """Process groups over all ranks and over parts of them, numbered from 0; ``require`` creates more than the first.
 
-    Collectives are called on a communicator's lane, which ``lane`` makes; on gloo they block, on
-    NCCL they return once they are enqueued. ``device`` is where the tensors are.
+    Collectives are called on a communicator's lane, which the function ``lane`` creates. On gloo they block; on NCCL
+    they return once they are enqueued. ``device`` is where the tensors are.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Communicators:
     ) -> None:
         self.device = device
         self.errors = errors
-        """Context manager around every collective."""
+        """Returns the context manager that surrounds every collective."""
         self._backend = backend
         self._timeout = timeout
         self._make_lane = lane or partial(make_lane, device, backend)
@@ -187,7 +188,7 @@ class Communicators:
     def in_turn(self) -> int:
         """Number of the communicator that carries one all-reduce at a time, in the order of their starts.
 
-        On NCCL it is communicator 0, whose stream orders them. Every rank calls it at the same place.
+        On NCCL it is communicator 0, whose stream orders them. Every rank reads this property at the same place.
         """
         if self._backend != "gloo":
             return 0
@@ -205,7 +206,7 @@ class Communicators:
         return dist.get_rank()
 
     def require(self, number: int, groups: Mapping[str, Parts] | None = None) -> None:
-        """Make communicators up to ``number`` of them, with ``groups``; every rank calls this at the same place."""
+        """Create communicators until there are ``number``, with ``groups``; every rank calls this at the same place."""
         self._parts = {"world": world_of(self.trainers), **(groups or {})}
         while len(self._lanes) < number:
             self._lanes.append(self._make_lane(f"communicator-{len(self._lanes)}"))
@@ -215,7 +216,7 @@ class Communicators:
                     self._made[parts, communicator] = self._make(parts, f"{name}-{communicator}", self._backend)
 
     def _make(self, parts: Parts, name: str, backend: str) -> dist.ProcessGroup | None:
-        """This rank's process group; all ranks make those of all parts."""
+        """Create the process groups of all parts, on every rank, and return this rank's; None if it is in no part."""
         own = None
         for part in parts:
             options = group_options(backend, self._timeout)
@@ -225,17 +226,17 @@ class Communicators:
         return own
 
     def move(self, device: torch.device) -> None:
-        """Carry tensors of ``device`` from now on, as gloo can; nothing is under way."""
+        """Carry tensors of ``device`` from now on, which gloo can do; nothing may be in flight."""
         self.close()
         self.device, self._make_lane = device, partial(make_lane, device, self._backend)
         self._lanes = [self._make_lane(f"communicator-{number}") for number in range(len(self._lanes))]
         self._update_lane, self._proved, self._num_tried = None, 1, 0
 
     def prove(self, together: int) -> None:
-        """Try every process group, and the first ``together`` communicators at once; every rank calls this at the same place.
+        """Test every process group, and the first ``together`` communicators at once.
 
-        On NCCL this opens the connections before the first step. gloo on the CPU is trusted with one
-        communicator at a time. Raises ``EnvironmentLacks`` where a group fails.
+        Every rank calls this at the same place. On NCCL this opens the connections before the first step. gloo on the
+        CPU is only tested with several communicators at once. Raises ``EnvironmentLacks`` if a group fails.
         """
         trusted = self._backend == "gloo" and self.device.type == "cpu"
         if self.trainers > 1 and (together > self._proved or (not trusted and len(self._made) > self._num_tried)):
@@ -244,7 +245,7 @@ class Communicators:
             self._proved, self._num_tried = max(together, self._proved), len(self._made)
 
     def _ways(self, communicator: int) -> list[Way]:
-        """The process groups that a communicator has on this rank."""
+        """Return the process groups that a communicator has on this rank."""
         lane = InlineLane() if communicator < 0 else self.lane(communicator)
         where = {_BESIDE: "what is exchanged beside buckets", _IN_TURN: "buckets in turn"}.get(communicator, f"communicator {communicator}")
         ways = []
@@ -256,50 +257,50 @@ class Communicators:
         return ways
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's part of a group of ``require``, of communicator 0."""
+        """Return communicator 0's process group of this rank's part of group ``name``; see ``require``."""
         return self._group(name, 0)
 
     def part(self, group: str) -> tuple[int, ...]:
-        """The ranks that this one meets in ``group``; empty where it meets none."""
+        """Return the ranks in this rank's part of ``group``; empty if it is in no part."""
         return part_of(self._parts[group], self.rank)
 
     def lane(self, communicator: int) -> Lane:
-        """The lane of a communicator."""
+        """Return the lane of a communicator."""
         return self._lanes[communicator]
 
     @property
     def update_lane(self) -> Lane:
-        """The lane of updates that run beside the backward."""
+        """The lane of updates that run during the backward; created at first use."""
         if self._update_lane is None:
             self._update_lane = self._make_lane("update")
         return self._update_lane
 
     def order_lanes(self) -> None:
-        """Order every lane after what the caller did, and the caller after every lane: then memory may change hands."""
+        """Order every lane after the caller's work, and the caller after every lane, so that memory can be reused."""
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.submit(lambda: None, ()).wait()
 
     def order_several(self) -> None:
-        """Order the caller after all lanes if there are several: several models begin no more operations at once than one."""
+        """Order the caller after all lanes if there are several, so that several models overlap no more than one."""
         if len(self._lanes) > 1:
             self.order_lanes()
 
     @property
     def world(self) -> dist.ProcessGroup:
-        """The group of communicator 0."""
+        """The process group of communicator 0 over all ranks."""
         return self._group("world", 0)
 
     @property
     def beside(self) -> dist.ProcessGroup:
-        """The group for exchanges beside buckets: synchronised batch norm, and the Reducer's flags of unused parameters.
+        """The process group for exchanges other than buckets: synchronised batch norm, and the Reducer's flags.
 
-        Every rank asks for it at the same place.
+        Every rank reads this property at the same place.
         """
         return self._aside(_BESIDE, "beside")
 
     @property
     def uneven(self) -> dist.ProcessGroup:
-        """The group for messages of trainers with unequally many batches. Every rank calls it at the same place."""
+        """The process group for messages about uneven inputs. Every rank reads this property at the same place."""
         return self._aside(_UNEVEN, "uneven")
 
     def _aside(self, number: int, name: str) -> dist.ProcessGroup:
@@ -309,14 +310,17 @@ class Communicators:
         return self._group("world", number)
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers, told in the group of uneven inputs; the host waits."""
+        """Return the largest of all ranks' numbers, exchanged in the group of uneven inputs; the host waits."""
         told = torch.tensor([number], device=self.device)
         self.all_reduce(told, "max", communicator=_UNEVEN)
         with host_reads():
             return int(told)
 
     def all_reduce(self, tensor: torch.Tensor, operator: str, group: str = "world", communicator: int = 0) -> None:
-        """Replace ``tensor`` by its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``, bit-identical on each of its ranks."""
+        """Replace ``tensor`` with its ``sum``, ``mean`` or ``max`` over this rank's part of ``group``.
+
+        The result is bit-identical on all ranks of the part.
+        """
         if self.trainers > 1:
             call = (
                 partial(average, tensor, len(self.part(group)))
@@ -326,7 +330,10 @@ class Communicators:
             self._run(call, group, communicator)
 
     def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
-        """Begin to replace ``tensor`` by its mean over all ranks; ``ended`` runs on the backend's thread as it ends, or fails."""
+        """Start to replace ``tensor`` with its mean over all ranks.
+
+        ``ended`` runs on the backend's thread when this ends or fails.
+        """
         with self.errors():
             work = average(tensor, self.trainers, group=self._group("world", communicator), async_op=True)
         assert work is not None, "this rank is not in the group"
@@ -335,27 +342,27 @@ class Communicators:
         return _StartedWork(work, self.errors)
 
     def reduce(self, tensor: torch.Tensor, group: str, communicator: int) -> None:
-        """Replace ``tensor`` on the part's first rank by the sum over the part."""
+        """Replace ``tensor`` on the first rank of this rank's part with the sum over the part."""
         self._run(partial(dist.reduce, tensor, dst=self.part(group)[0]), group, communicator)
 
     def spread(self, tensor: torch.Tensor, group: str, communicator: int, *, source: int = 0) -> None:
-        """Replace ``tensor`` by that of the part's first rank, or of another of its ranks."""
+        """Replace ``tensor`` with that of the rank at index ``source`` of this rank's part."""
         self._run(partial(dist.broadcast, tensor, src=self.part(group)[source]), group, communicator)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, group: str, communicator: int) -> None:
-        """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` is as many of it as the part has ranks."""
+        """Put this rank's piece of the sum of ``whole`` into ``own``; ``whole`` has one piece per rank of the part."""
         self._run(partial(getattr(dist, REDUCE_SCATTER), own, whole), group, communicator)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, group: str, communicator: int) -> None:
-        """Put all ranks' ``own``, in the part's order, into ``whole``."""
+        """Put ``own`` of all ranks of the part, in its order, into ``whole``."""
         self._run(partial(getattr(dist, ALL_GATHER), whole, own), group, communicator)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, communicator: int) -> None:
-        """Give every rank its piece of ``sent``, which is cut along its first dimension; ``received`` is all ranks' pieces for this one."""
+        """Send each rank its piece of ``sent``, cut along dimension 0; ``received`` gets all pieces for this rank."""
         self._run(partial(dist.all_to_all_single, received, sent), "world", communicator)
 
     def broadcast(self, *tensors: torch.Tensor, source: int = 0) -> None:
-        """Replace ``tensors`` by rank ``source``'s, in one collective: their elements in logical order; strides may differ by rank."""
+        """Replace ``tensors`` with rank ``source``'s, in one collective; their strides may differ between ranks."""
         if self.trainers == 1 or not tensors:
             return
         found = sorted(tensors, key=lambda tensor: -tensor.element_size())  # each begins at a multiple of its own elements' size
@@ -370,12 +377,12 @@ class Communicators:
             tensor[once].copy_(own[once])  # an expanded tensor is written to once
 
     def barrier(self) -> None:
-        """Meet all ranks."""
+        """Wait until all ranks have called this."""
         with self.errors():
             dist.barrier(group=self._group("world", 0))
 
     def close(self) -> None:
-        """Release the lanes; the process groups go with the process."""
+        """Release the lanes; the process groups live as long as the process."""
         for lane in (*self._lanes, *((self._update_lane,) if self._update_lane else ())):
             lane.close()
 
@@ -393,7 +400,7 @@ class Communicators:
 
 
 def strategy_digest(strategy: DistributedStrategy) -> str:
-    """Hexadecimal digest of what a strategy changes: fields that a later version adds do not move it."""
+    """Return the hexadecimal digest of what a strategy changes; fields that a later version adds do not alter it."""
     return json_digest(strategy.changes())
 
 
@@ -401,7 +408,7 @@ _SAME_MODEL = "give every rank the same model and strategy: sort what comes from
 
 
 def agree_on(lines: Sequence[str], where: str, communicators: Communicators, hint: str = _SAME_MODEL) -> None:
-    """Raise ``ConfigError``, on every rank, where a rank has other ``lines`` than rank 0: their collectives would not match."""
+    """Raise ``ConfigError`` on every rank if any rank's ``lines`` differ from rank 0's: collectives would not match."""
     text = "\n".join(lines)
     if communicators.trainers == 1 or len(set(_texts(hashlib.sha256(text.encode()).hexdigest(), communicators))) == 1:
         return
@@ -414,7 +421,7 @@ def agree_on(lines: Sequence[str], where: str, communicators: Communicators, hin
 
 
 def _texts(text: str, communicators: Communicators) -> list[str]:
-    """The texts of all ranks, in rank order."""
+    """Return the texts of all ranks, in rank order."""
     data = text.encode()
     lengths = _gathered(torch.tensor([len(data)], device="cpu"), communicators)
     padded = torch.tensor([*data.ljust(max(lengths), b"\0")], dtype=torch.uint8, device="cpu")
@@ -431,7 +438,7 @@ def _gathered(own: torch.Tensor, communicators: Communicators) -> list[int]:
 
 
 def require_cuda(trainers: int, backend: str) -> None:
-    """Raise ``EnvironmentLacks`` where this machine has no CUDA device, or NCCL fewer than it needs: one a rank."""
+    """Raise ``EnvironmentLacks`` if this machine has no CUDA device or, with NCCL, fewer than one per rank."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices == 0:
         hint = 'to simulate: fleetbench estimate EXPERIMENT.toml --gpu H100; to run: run.device = "cpu", and run.backend = "gloo"'
@@ -442,7 +449,7 @@ def require_cuda(trainers: int, backend: str) -> None:
 
 
 def device_of(name: str, local_rank: int = 0) -> torch.device:
-    """The device of this rank: the CPU, or the CUDA device of its place on the node. Raises ``EnvironmentLacks`` without one."""
+    """Return the CPU, or the CUDA device at this rank's place on the node. Raises ``EnvironmentLacks`` without one."""
     if name != "cuda":
         return torch.device("cpu")
     require_cuda(1, "gloo")
@@ -452,9 +459,10 @@ def device_of(name: str, local_rank: int = 0) -> torch.device:
 
 
 def nccl_device(local_rank: int, *, is_set: bool) -> torch.device:
-    """The GPU of this rank: by ``local_rank``, or, where ``is_set``, the one that the script has set, unless two ranks have it.
+    """Return this rank's GPU, by ``local_rank``, or as set by the script.
 
-    Every rank calls it at the same place. Raises ``EnvironmentLacks`` where two ranks have one GPU.
+    ``is_set``: whether to use the GPU that the script has set, unless two ranks have set the same one. Every rank calls
+    this at the same place. Raises ``EnvironmentLacks`` if two ranks share a GPU.
     """
     require_cuda(1, "nccl")
     ways = {"set": torch.cuda.current_device()} if is_set else {}
@@ -473,7 +481,7 @@ def nccl_device(local_rank: int, *, is_set: bool) -> torch.device:
 
 
 def texts_of_store(name: str, text: str) -> list[str]:
-    """The texts of all ranks, in rank order, through their store, which needs no device."""
+    """Return the texts of all ranks, in rank order, exchanged through their store, which needs no device."""
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
     keys = [f"fleetbench/{name}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], text)
@@ -481,22 +489,22 @@ def texts_of_store(name: str, text: str) -> list[str]:
 
 
 def backend_of_world() -> str:
-    """NCCL where the job's process group has it for CUDA, as one made without naming a backend has; else gloo."""
+    """Return ``nccl`` if the job's process group has it for CUDA, as torch does by default; else ``gloo``."""
     return "nccl" if "cuda:nccl" in dist.get_backend_config().split(",") else "gloo"
 
 
 def make_lane(device: torch.device, backend: str, name: str) -> Lane:
-    """A lane for collectives of ``backend`` on tensors of ``device``.
+    """Return a lane for collectives of ``backend`` on tensors of ``device``.
 
-    gloo blocks the thread that waits, on every device, so it needs one of its own; NCCL needs a stream.
+    gloo blocks the waiting thread, on every device, so it needs a thread of its own; NCCL needs a stream.
     """
     return StreamLane(torch.get_device_module(device), priority=-1) if backend == "nccl" else ThreadLane(name, device)
 
 
 def group_options(backend: str, timeout: timedelta) -> Any:
-    """``pg_options`` of a process group whose collectives the device prefers to compute: none but with NCCL.
+    """Return ``pg_options`` that make the device prefer a group's collectives to compute; None if not NCCL.
 
-    NCCL runs them on a stream of its own, which does not inherit the priority of the stream that issues them.
+    NCCL runs collectives on a stream of its own, which does not inherit the priority of the stream that issues them.
     """
     if backend != "nccl":
         return None
@@ -506,7 +514,7 @@ def group_options(backend: str, timeout: timedelta) -> Any:
 
 
 def one_thread() -> str:
-    """The name of a backend that is gloo with one thread per process group, which carries one collective at a time."""
+    """Register gloo with one thread per process group, which carries one collective at a time; return its name."""
     if not hasattr(dist.Backend, _ONE_THREAD.upper()):
         dist.Backend.register_backend(_ONE_THREAD, _gloo_of_one_thread, devices=["cpu", "cuda"])
     return _ONE_THREAD

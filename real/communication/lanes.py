@@ -1,15 +1,15 @@
-"""Lanes: queues of collectives that run beside compute.
+"""Lanes: queues of collectives that run during compute.
 
-A lane starts what is submitted to it in order. ``submit`` returns a ``Ticket``; an operation
-starts once the tickets it comes ``after`` are done, on any lane. On a CPU a lane
-is one thread, which hands the backend what can go beside others; on a CUDA device it is a side
-stream, where waiting orders streams and blocks no thread. An operation ends with ``work.wait()`` on
-what torch.distributed returned: on NCCL that orders the side stream after the collective, on gloo
-it blocks who waits.
+A lane starts operations in the order of their submission. ``submit`` returns a ``Ticket``; an operation starts when the
+tickets in its ``after``, of any lane, are done. On gloo, a lane is a thread that hands operations which may overlap to
+the backend. On NCCL, it is a side stream, where waiting orders streams and blocks no thread. An operation ends with
+``work.wait()`` on the result of torch.distributed: NCCL orders the side stream after the collective, and gloo blocks
+the waiting thread.
 
-A device runs what is enqueued on one stream in order, and what is enqueued on two in any order, unless an event orders them; the host is
-not blocked, but in the few places that ``host_reads`` marks. The seam is torch's own: ``Stream``, ``current_stream`` and ``stream`` of
-``torch.get_device_module(device)``, which ``torch.cpu`` has too; the tests bring another, which finds what was left unordered.
+A device runs the work of one stream in order, and that of two streams in any order unless an event orders them. The
+host never waits for the device, except where ``host_reads`` marks it. The interface is torch's own: ``Stream``,
+``current_stream`` and ``stream`` of ``torch.get_device_module(device)``, which ``torch.cpu`` has too. Tests substitute
+another one, which finds missing ordering.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ import torch
 
 _CPU = torch.device("cpu")
 Streams = Any
-"""``torch.cuda``, ``torch.cpu``, or what has their ``Stream``, ``current_stream`` and ``stream``."""
+"""``torch.cuda``, ``torch.cpu``, or a substitute with their ``Stream``, ``current_stream`` and ``stream``."""
 MAY_WAIT: ContextVar[bool] = ContextVar("fleetbench_host_may_wait", default=False)
 
 
 @contextmanager
 def host_reads() -> Iterator[None]:
-    """Marks a place where the host may read a device value, and so wait for the device; the tests' streams refuse any other in a step."""
+    """Mark a place where the host may wait for a device value; streams of tests refuse all other reads in a step."""
     token = MAY_WAIT.set(True)
     try:
         yield
@@ -39,30 +39,30 @@ def host_reads() -> Iterator[None]:
 
 
 class Ticket(Protocol):
-    """An operation under way."""
+    """Handle of a submitted operation."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the operation; raises what the operation raised."""
+        """Order the caller's next work after the operation, and raise what the operation raised."""
         ...
 
 
 class Lane(Protocol):
-    """An ordered place for collectives."""
+    """An ordered queue of collectives."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """Start ``operation`` after what the caller did before, everything submitted before, and ``after``.
+        """Start ``operation`` after the caller's earlier work, all earlier operations of the lane, and ``after``.
 
-        A ``Flight`` may start beside the flights before it.
+        A ``Flight`` may overlap with earlier flights.
         """
         ...
 
     def close(self) -> None:
-        """Release the lane; everything submitted has been waited for."""
+        """Release the lane, after the caller has waited for all operations."""
         ...
 
 
 class Started(Ticket, Protocol):
-    """A collective that the backend has, and carries on threads of its own."""
+    """A collective that the backend runs on its own threads."""
 
     def is_done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
@@ -71,14 +71,14 @@ class Started(Ticket, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """An operation that may also be begun without waiting for its end."""
+    """An operation that can be run to its end, or only be started."""
 
     run: Callable[[], None]
     start: Callable[[], Started | None]
-    """Hands it to the backend; returns none, and does nothing, where the operation can only be run."""
+    """Hands the operation to the backend. Returns None, and does nothing, if it can only be run."""
 
     def __call__(self) -> None:
-        """Run it to its end."""
+        """Run the operation to its end."""
         self.run()
 
 
@@ -106,23 +106,23 @@ class _ThreadTicket:
 
 
 class ThreadLane:
-    """A lane on the CPU: one thread, and the backend's own beneath it.
+    """A lane with one thread of its own, in addition to the backend's.
 
-    A flight goes to the backend as soon as what it comes after has ended, and does not wait for the
-    flights before it: the backend keeps their order, and carries as many at once as it can. The
-    submitter hands it over where the thread has nothing before it, because a change of threads costs
-    more than a small collective. Everything else runs on the thread, after all that was submitted before.
+    A flight goes to the backend as soon as all of ``after`` have ended, without waiting for earlier flights: the
+    backend keeps their order, and carries as many at once as it can. If the thread is idle, the submitter hands the
+    flight over itself, because a switch of threads costs more than a small collective. All other operations run on the
+    thread, after everything submitted before.
     """
 
     def __init__(self, name: str, device: torch.device = _CPU) -> None:
-        """``device``: the rank's; a thread would begin on device 0."""
+        """``device``: the rank's device, set on the thread, which would otherwise use device 0."""
         self._streams: Streams = torch.get_device_module(device)
         self._pool = ThreadPoolExecutor(1, name, self._streams.set_device, (device,))
         self._last: _ThreadTicket | None = None
         """The last operation given to the thread."""
         self._lock = Lock()
         self._handed: list[Started] = []
-        """Collectives that the backend may still carry."""
+        """Collectives that the backend may still be running."""
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         """See ``Lane``."""
@@ -168,7 +168,7 @@ def _has_ended(ticket: Ticket) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StreamTicket:
-    """A place in a side stream, after an operation."""
+    """Ticket of an operation on a side stream: an event recorded after it."""
 
     streams: Streams
     event: Any
@@ -181,8 +181,8 @@ class StreamTicket:
 class StreamLane:
     """A lane on a device: a side stream, on which operations are enqueued at once.
 
-    What an operation allocates belongs to the side stream, so it may be dropped when the
-    operation returns; what it is given must live until its ticket was waited for.
+    Memory that an operation allocates belongs to the side stream, so it may be freed when the operation returns. Its
+    inputs must live until its ticket has been waited for.
     """
 
     def __init__(self, streams: Streams, priority: int = 0) -> None:
@@ -190,7 +190,7 @@ class StreamLane:
         self.stream = streams.Stream(priority=priority)
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """See ``Lane``; ``operation`` runs before this returns, and what it raises is raised here."""
+        """See ``Lane``; ``operation`` is called before this returns, and its exceptions are raised here."""
         self.follow_submitter()
         with self.streams.stream(self.stream):
             self.follow(after)
@@ -199,7 +199,7 @@ class StreamLane:
         return self.ticket(event)
 
     def follow_submitter(self) -> None:
-        """Order the side stream after the caller's: what the operation reads must have been written."""
+        """Order the side stream after the caller's stream, which has written the operation's inputs."""
         self.stream.wait_stream(self.streams.current_stream())
 
     def follow(self, tickets: Sequence[Ticket]) -> None:
@@ -208,15 +208,15 @@ class StreamLane:
             ticket.wait()
 
     def ticket(self, event: Any) -> Ticket:
-        """The ticket of an operation that ends at ``event``."""
+        """Return the ticket of an operation that ends at ``event``."""
         return StreamTicket(self.streams, event)
 
     def close(self) -> None:
-        """See ``Lane``; a stream goes with its last reference."""
+        """See ``Lane``; a stream is released with its last reference."""
 
 
 class Joined:
-    """A ticket that is done when those it comes after are done."""
+    """A ticket that is done when all tickets in ``after`` are done."""
 
     def __init__(self, after: Sequence[Ticket]) -> None:
         self._after = tuple(after)
@@ -228,10 +228,10 @@ class Joined:
 
 
 class InlineLane:
-    """No overlap: an operation has ended, in the order of the caller's stream, when ``submit`` returns.
+    """A lane without overlap: an operation has ended, in the order of the caller's stream, when ``submit`` returns.
 
-    For ``enable_sequential_execution``. On a device the operation is enqueued on the caller's own
-    stream, whose order is the program's; the host does not block there either.
+    It is for ``enable_sequential_execution``. On a device, operations are enqueued on the caller's own stream, in
+    program order; the host does not block there either.
     """
 
     def submit(self, operation: Callable[[], None], after: Sequence[Ticket]) -> Ticket:

@@ -1,13 +1,13 @@
-"""Quantised mean: an all-reduce that travels in INT8, for outer differences.
+"""Quantised mean: an all-reduce in INT8, for outer differences.
 
-Numbers travel in blocks of ``INT8_BLOCK``: whole numbers from -127 to 127, and the FP32 scale of the block, its
-largest magnitude over 127. Every rank quantises its numbers and sends each rank a chunk of whole blocks
-(all-to-all); a rank adds the chunks up in FP32 in the ranks' order, divides by their number, and quantises the
-mean; all ranks gather these (all-gather). So all ranks, the one that made a chunk too, end with the same bits. This is
-the scheme of torchft's ``allreduce_quantized`` (``torchft/collectives.py``), there in FP8.
+Numbers travel in blocks of ``INT8_BLOCK``: whole numbers from -127 to 127, and the FP32 scale of the block, its largest
+magnitude over 127. Every rank quantises its numbers and sends each rank a chunk of whole blocks (all-to-all). A rank
+adds its chunks up in FP32 in the ranks' order, divides by their number, and quantises the mean; all ranks gather the
+means (all-gather). All ranks end with the same bits, including the one that made a chunk. This is the scheme of
+torchft's ``allreduce_quantized`` (``torchft/collectives.py``), which uses FP8.
 
-A number is off by at most half the mean of the ranks' scales of its block, and half the scale of the mean. A block in
-which a rank has a NaN or an infinity is NaN on all ranks: neither becomes finite.
+A number is off by at most half the mean of the ranks' scales of its block, plus half the scale of the mean. A block in
+which any rank has a NaN or an infinity is NaN on all ranks.
 
 Never executed with NCCL so far.
 """
@@ -26,7 +26,7 @@ Timed = Callable[[str], AbstractContextManager[None]]
 
 
 def quantise(numbers: torch.Tensor) -> torch.Tensor:
-    """Blocks of FP32 numbers ``(blocks, INT8_BLOCK)`` as bytes: of each its whole numbers, then its scale."""
+    """Return blocks of FP32 numbers ``(blocks, INT8_BLOCK)`` as bytes: each block's whole numbers, then its scale."""
     peak = numbers.abs().amax(dim=1, keepdim=True)
     normal = (peak / _LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
     scale = torch.where(peak.isfinite(), normal, torch.nan)
@@ -35,7 +35,7 @@ def quantise(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise(blocks: torch.Tensor) -> torch.Tensor:
-    """The FP32 numbers of bytes that ``quantise`` made."""
+    """Return the FP32 numbers of bytes from ``quantise``."""
     scale = blocks[:, INT8_BLOCK:].contiguous().view(torch.float32)
     return blocks[:, :INT8_BLOCK].view(torch.int8) * scale
 
@@ -44,10 +44,10 @@ def dequantise(blocks: torch.Tensor) -> torch.Tensor:
 def average_quantised(
     tensor: torch.Tensor, communicators: Communicators, communicator: int, timed: Timed, residual: torch.Tensor | None = None
 ) -> None:
-    """Replace a flat ``tensor`` by its mean over all ranks, bit-identical on each; runs on a communicator's lane.
+    """Replace a flat ``tensor`` with its mean over all ranks, bit-identical on each; runs on a communicator's lane.
 
-    ``residual``: FP32, as long as ``tensor``. Error feedback (arXiv 1901.09847): what this rank's quantisation took from earlier
-    numbers, which is added to these; what it takes now is left there.
+    ``residual``: FP32 tensor as long as ``tensor``, for error feedback (arXiv 1901.09847). It holds this rank's earlier
+    quantisation errors, which are added to the numbers, and then gets the new errors.
     """
     ranks, size = communicators.trainers, tensor.numel()
     blocks = int8_blocks(size, ranks)

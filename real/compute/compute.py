@@ -22,7 +22,7 @@ from real.compute.sync_batch_norm import apply_sync_batch_norm
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _BLOCK_BYTES = 2 * 2**20
-"""Bytes of which the caching allocator takes multiples from the device."""
+"""Number of bytes in multiples of which the caching allocator takes memory from the device."""
 
 
 def apply_device_settings(strategy: DistributedStrategy, device: torch.device) -> Undo:
@@ -113,13 +113,13 @@ def apply_compute(
 ) -> Undo:
     """Apply the compute part of ``strategy``; if any of it fails, undo the rest.
 
-    ``group`` carries only the statistics of synchronised batch norm; ``None`` means one trainer. ``errors``
-    wraps its collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
+    ``group`` carries only the statistics of synchronised batch norm; ``None`` means one trainer. ``errors`` wraps its
+    collectives. ``scale()`` is the loss scale, and ``backend`` is torch.compile's.
 
-    The order is that of the nesting: batch norms first, because compiled graphs contain them; then compiled
-    blocks, before recompute, which runs a compiled forward twice, because a checkpoint inside a graph would
-    update batch-norm statistics twice; mixed precision around everything. Raises ``ConfigError`` for a
-    strategy that this model cannot execute.
+    Changes are nested in this order. Batch norms come first, because compiled graphs contain them. Compiled blocks come
+    before recompute, which runs a compiled forward twice: a checkpoint inside a graph would update batch-norm
+    statistics twice. Mixed precision surrounds everything. Raises ``ConfigError`` for a strategy that this model cannot
+    execute.
     """
     checkpoints = strategy.recompute_configs.checkpoints if strategy.recompute else ()
     with contextlib.ExitStack() as undo:

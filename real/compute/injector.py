@@ -22,7 +22,7 @@ from real.communication.clocks import Clock, Mark, clock_of
 _SHORTEST_SLEEP_NS = 50_000  # below the kernel's timer slack a sleep overshoots by more than itself
 _SHORTEST_KERNEL_NS = 5_000  # about the cost of its launch
 _SHORTEST_MEASURED_NS = 500_000  # the microseconds between a mark and its kernel are one percent of it
-_CALIBRATION_CYCLES = 2_000_000  # some milliseconds: a device that has stopped working speeds up again
+_CALIBRATION_CYCLES = 2_000_000  # short, because a device soon clocks up again after a load
 _LOAD_S = 0.3
 _REMEMBERED = 31
 
@@ -53,7 +53,7 @@ class KernelDelay(Delay):
     shortest_ns = _SHORTEST_KERNEL_NS
 
     def __init__(self, clock: Clock, spin: Callable[[int], None], load: Callable[[], None]) -> None:
-        """``spin`` enqueues a kernel of given cycles; ``load`` makes the device work, with more enqueued."""
+        """``spin`` enqueues a kernel of a number of cycles; ``load`` keeps the device busy and leaves work enqueued."""
         self._clock = clock
         self._spin = spin
         self._passing: deque[tuple[int, Mark, Mark]] = deque()

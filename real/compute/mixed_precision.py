@@ -123,9 +123,9 @@ def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> A
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's gradients, of sparse ones the values, to be changed in place."""
+    """Return this rank's gradients, or the values of sparse ones, to be changed in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]  # noqa: SLF001  # values() wants coalesced ones
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]  # noqa: SLF001  # values() needs coalesced
 
 
 @torch.no_grad()

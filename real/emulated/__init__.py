@@ -1,1 +1,1 @@
-"""Emulated compute: sleeps by a layer table, and communicates for real."""
+"""Emulated compute: sleeps for the times of a layer table, and communicates for real."""

@@ -1,9 +1,9 @@
 """EmulatedTraining: legs on a rank that sleeps by a layer table and communicates for real.
 
-There are no data and no losses, but those of a declared curve or recording; parameters hold nothing
-worth keeping, so every leg has a model of its own. An update sleeps too; packing, collectives,
-unpacking, merging gradients and averaging parameters are real. With parameter servers, pushes, pulls and all
-that servers do are real, their updates among it; a trainer's own update, in GeoSGD, sleeps.
+There are no data, and no losses except those of a declared curve or recording. Parameters hold nothing worth keeping,
+so every leg has its own model. An update sleeps too; packing, collectives, unpacking, merging gradients and averaging
+parameters are real. With parameter servers, pushes, pulls and all work of the servers are real, including their
+updates; a trainer's own update, in GeoSGD, sleeps.
 """
 
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from real.training import Training
 
 
 class EmulatedTraining(Training):
-    """A rank of an emulated device. Until ``close`` the thread's sleeps are sharp."""
+    """Trains on an emulated device. Until ``close``, the thread's sleeps end with minimal delay."""
 
     _pace: Pace
     _head: StepHead
@@ -44,14 +44,14 @@ class EmulatedTraining(Training):
         self._last = 0
 
     def begin(self, leg: Leg, beat: Beat) -> LegEngine:
-        """See ``Training``; from parameters of zero."""
-        if leg.start == "as_is":  # asked by a driver of scripts, which measures layers next
+        """See ``Training``; parameters start at zero."""
+        if leg.start == "as_is":  # from a driver of scripts, which measures layers next
             self.measuring(leg)
         workload = self._experiment.workload
         self._start(leg)
         table = self._table(leg.strategy)
         self._strategy = strategy = executed_part(leg.strategy)
-        lead_ns = 0 if strategy.mode == "ps" else table.forward_ns  # a trainer of servers waits where no stopwatch sees it
+        lead_ns = 0 if strategy.mode == "ps" else table.forward_ns  # with servers, no stopwatch sees where a trainer waits
         holds_up = strategy.build_strategy.enable_sequential_execution or strategy.sharding
         self._pace = pace = Pace(holds_up=holds_up, lead_ns=lead_ns)
         self._head = StepHead(table, leg.strategy.fetch_every_n_steps, pace.deadline(0))
@@ -78,7 +78,7 @@ class EmulatedTraining(Training):
         return self.engine
 
     def results(self, leg: Leg) -> dict[str, Any]:
-        """See ``Training``; with declared losses, and by how much sleeps were late."""
+        """See ``Training``; adds declared losses, and how late sleeps ended."""
         return {
             **super().results(leg),
             "held_out": self._held_out,
@@ -87,11 +87,11 @@ class EmulatedTraining(Training):
         }
 
     def measuring(self, _leg: Leg) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``, because nothing is computed whose time could be measured."""
         raise ConfigError("nothing computes here whose time could be measured", "run.device", "'emulated'", 'set run.device = "cpu"')
 
     def close(self) -> None:
-        """Let the thread sleep as it did."""
+        """Restore the thread's timer slack."""
         if self._slack_ns is not None:
             sharpen_sleep(self._slack_ns)
 
@@ -123,5 +123,5 @@ class EmulatedTraining(Training):
             self._held_out.append((step, loss))
 
     def _declared_loss(self, step: int) -> float | None:
-        """By the curve, without an evaluation; servers' trainers do not follow it."""
+        """Return the declared loss, if any; None with parameter servers, whose trainers do not follow it."""
         return None if self._strategy.mode == "ps" else self._scalars.declared_loss(step)

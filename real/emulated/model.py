@@ -1,8 +1,7 @@
-"""Emulated compute: a model that sleeps by a layer table, and whose gradients are real; and an update that sleeps.
+"""Emulated compute: a model that sleeps by a layer table and has real gradients, and an optimizer that sleeps.
 
-Forward and backward go through autograd as a real model's do. What is emulated is the time that
-they take, and the values: a parameter's gradient is the same in every step (``gradient_value``), so
-that averages of gradients can be checked by a closed form.
+Forward and backward go through autograd as in a real model. Their times are emulated, and so are values: a parameter's
+gradient is the same in every step (``gradient_value``), so that averages of gradients can be checked by a closed form.
 """
 
 from collections import Counter
@@ -28,15 +27,18 @@ _PERIOD = 7
 
 
 def gradient_value(rank: int, position: int) -> float:
-    """Every element of the gradient that ``rank`` has for the parameter at ``position`` in order of readiness.
+    """Return the value of all elements of a gradient, for the parameter at ``position`` in the order of readiness.
 
-    Small whole numbers, which every type holds exactly, and their sums over a few ranks too.
+    Values are small whole numbers, so that every type holds them, and their sums over a few ranks, exactly.
     """
     return float((rank + 1) * (position % _PERIOD + 1))
 
 
 def refuse_table(experiment: Experiment, strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError``, before processes are asked, where a profile lacks the strategy's table, or no model can be made of it."""
+    """Raise ``ConfigError`` if a profile lacks the strategy's table, or if no model can be made of the table.
+
+    It is called before any process is asked to train.
+    """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         with torch.device("meta"):  # no memory is taken
             EmulatedModel(table_for(experiment.replace(strategy=strategy)))
@@ -45,27 +47,29 @@ def refuse_table(experiment: Experiment, strategy: DistributedStrategy) -> None:
 class EmulatedModel(nn.Module):
     """Modules, parameters and times of a layer table. Takes no input; its output is a scalar to call ``backward`` on.
 
-    Every gradient has a node in autograd's graph, all in one chain, so that a backward reaches them in the
-    table's order of readiness, and runs a gradient's hooks before it goes on to the next.
+    Every gradient has a node in autograd's graph, all in one chain, so that a backward reaches them in the table's
+    order of readiness, and runs a gradient's hooks before it continues with the next.
 
-    Deadlines count from the forward's start (``pace.begin``; without that, a forward begins by itself).
-    A layer's forward ends at round((1 + X) times the forwards up to it); a gradient is there at round((1 + X)
-    times the whole forward and its ``ready``); the backward ends at round((1 + X) times all compute. These are
-    the moments of the simulator's trainer, whose compute goes on from the forward's start, whatever travels
-    beside it. A backward that begins late, or hooks that take long, therefore lose time only where they
-    outlast the compute that hides them.
+    Deadlines count from the forward's start (``pace.begin``; a forward calls it if nobody has). A layer's forward ends
+    at round((1 + X) times the forwards up to it); a gradient is ready at round((1 + X) times the whole forward and its
+    ``ready``); the backward ends at round((1 + X) times all compute). These are the times of the simulator's trainer,
+    whose compute continues from the forward's start, regardless of communication. A late backward, or slow hooks,
+    therefore cost time only if they outlast the compute that hides them.
 
-    Gradients have their real size and type, and are handed over without a copy. No forward may come between
-    another one and its backward.
+    Gradients have their real size and type, and are handed over without a copy. No forward may come between another one
+    and its backward.
 
-    Each of ``blocks``, which are to be sharded, is a module with a forward of its own, and what passes between two of them, as they are
-    gathered and scattered, holds compute up: all later deadlines move by it.
+    Each of ``blocks``, which are to be sharded, is a module with its own forward. The time for gathers and scatters
+    between two blocks delays compute: all later deadlines move by it.
     """
 
     def __init__(
         self, table: LayerTable, rank: int = 0, pace: Pace | None = None, blocks: Mapping[str, Collection[str]] = MappingProxyType({})
     ) -> None:
-        """``blocks``: names of gradients by the submodule that they are in. Raises ``ConfigError`` for a table that no model can be."""
+        """Build the model; ``blocks``: names of gradients, by the submodule that holds them.
+
+        Raises ``ConfigError`` for a table of which no model can be built.
+        """
         super().__init__()
         gradients = table.by_readiness()
         if not any(gradient.numel for gradient in gradients):
@@ -87,7 +91,7 @@ class EmulatedModel(nn.Module):
         block_of = {name: block for block, names in blocks.items() for name in names}
         ends_ns = tuple(accumulate(layer.forward for layer in table.layers))
         self._parts: list[_Part] = []
-        """Runs of layers of one block, in forward order."""
+        """Modules that each run consecutive layers of one block, in forward order."""
         for block, layers in _runs(table, block_of):
             own = {gradient.name for layer in layers for gradient in table.layers[layer].gradients}
             part: Any = self.get_submodule(block) if block else _Part()
@@ -108,7 +112,7 @@ class EmulatedModel(nn.Module):
                     self.register_buffer(f"emulated_{kind}", torch.zeros(numel, dtype=dtype))
 
     def forward(self) -> torch.Tensor:
-        """Compute the forward; the graph of a part is built while its first layer's time passes."""
+        """Compute the forward; the graph of each part is built during the part's first layer."""
         if not self.pace.begun:
             self.pace.begin()
         passed = torch.zeros(())
@@ -119,13 +123,12 @@ class EmulatedModel(nn.Module):
 
 
 class EmulatedOptimizer(torch.optim.Optimizer):
-    """Takes ``update_ns`` for a step over all parameters, and of some their share by elements.
+    """An optimizer whose step over all parameters takes ``update_ns``, and over some of them their share by elements.
 
-    The first element of every parameter that has a gradient moves by -lr times its gradient's, and the first
-    element of each state tensor by the gradient's: so trainers that update alone differ, and what they
-    average can be checked by hand; of a sharded parameter the first of each shard. All other elements stay, because trainers may
-    outnumber the cores many times.
-    A step without any gradient takes no time.
+    The first element of every parameter with a gradient moves by -lr times that of its gradient, and the first element
+    of each state tensor by that of the gradient. Trainers that update alone therefore differ, and their averages can be
+    checked by hand. For a sharded parameter this holds for each shard's first element. All other elements stay, because
+    trainers may outnumber the cores many times. A step without any gradient takes no time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, update_ns: int, pace: Pace, slots: tuple[str, ...] = ()) -> None:
@@ -137,7 +140,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are the engine's to refuse
-        """Update, and return when the time of it has passed."""
+        """Update, and return when the update's time has passed."""
         assert closure is None, "a closure would compute gradients again"
         numel: int = sum(parameter.numel() for group in self.param_groups for parameter in group["params"] if parameter.grad is not None)
         deadline_ns = self._pace.deadline((2 * self._update_ns * numel + self._numel) // (2 * self._numel))
@@ -161,7 +164,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:
-    """The first element, as a view: the cheapest one, for every step makes one of every parameter."""
+    """Return a view of the first element, made as cheaply as possible, because every step makes one per parameter."""
     return shard_of(tensor).narrow(0, 0, 1)
 
 
@@ -180,7 +183,7 @@ class _Part(nn.Module):
             source.hands_over = source is sources[-1]
 
     def forward(self, passed: torch.Tensor) -> torch.Tensor:
-        """Compute; the graph is built while the first layer's time passes."""
+        """Compute; the graph is built during the first layer."""
         for source in reversed(self._sources):
             passed = _Arrival.apply(passed, source.parameter, source)  # type: ignore[no-untyped-call]  # torch's
         for end_ns in self._ends_ns[:-1]:
@@ -212,7 +215,7 @@ class _Source:
     """Source of one parameter's gradient: a tensor that is allocated and filled once, and reused in every step."""
 
     hands_over = True
-    """Whether hooks on the gradient hold compute up."""
+    """Whether the time of hooks on the gradient delays later compute."""
 
     def __init__(self, owner: nn.Module, name: str, number: float, mark_ns: int, pace: Pace) -> None:
         self._owner, self._name = owner, name
@@ -257,7 +260,7 @@ class _Arrival(torch.autograd.Function):
 
 
 def _add_parameter(root: nn.Module, gradient: Gradient) -> tuple[nn.Module, str]:
-    """Make the parameter that a gradient belongs to, zero: in which module, made where it is not there yet, and its name there."""
+    """Add a gradient's parameter, set to zero, and missing modules to ``root``; return its module and name there."""
     parameter = nn.Parameter(torch.zeros(gradient.numel, dtype=getattr(torch, gradient.dtype)))
     *parts, own = gradient.name.split(".")
     owner = root

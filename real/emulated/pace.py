@@ -23,9 +23,9 @@ _SET_TIMERSLACK, _GET_TIMERSLACK = 29, 30  # linux/prctl.h
 
 
 def lateness_of(ranks: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> dict[str, float]:
-    """``lateness_s`` of a summary: seconds at ``p50``, ``p95`` and ``max`` of all deadlines that were met.
+    """Return ``lateness_s`` of a summary: the lateness of all deadlines in seconds, at ``p50``, ``p95`` and ``max``.
 
-    ``ranks``: of every rank pairs of microseconds and a count for its ``layer`` and its ``step`` deadlines.
+    ``ranks``: for each rank, pairs of microseconds and a count for its ``layer`` and its ``step`` deadlines.
     """
     found: dict[str, float] = {}
     for name in ("layer", "step"):
@@ -63,7 +63,7 @@ class Pace:
         self._holds_up = holds_up
         self._lead_ns = lead_ns
         self._free_ns: int | None = None
-        """When the device has done all that it was given so far."""
+        """Time in ns at which the device has done all work given so far; None before the first."""
         self._clock = clock
         self._sleep = sleep
         self._x = 0
@@ -72,15 +72,15 @@ class Pace:
         self._left_ns: int | None = None
 
     def begin(self, x: int = 0, *, counted: bool = True) -> None:
-        """The forward of a step starts; ``x`` is its X in units of 2^-24."""
+        """Begin a step's forward; ``x``: the step's X in units of 2^-24. ``counted``: whether to keep its lateness."""
         self._origin_ns = self.ready()
         self._x, self._counted, self.begun = x, counted, True
         self._left_ns = self._clock() if self._holds_up else None
 
     def reach(self, mark_ns: int, *, hands_over: bool = False) -> int:
-        """Compute up to a mark, and return by how many ns it was missed.
+        """Sleep until a mark's deadline, and return by how many ns it was missed.
 
-        ``hands_over``: a gradient is there, and what is done with it may hold up.
+        ``hands_over``: whether work after this mark delays later deadlines, if the pace ``holds_up``.
         """
         if self._left_ns is not None:
             self._origin_ns += self._clock() - self._left_ns
@@ -93,7 +93,7 @@ class Pace:
         return late_ns
 
     def finish(self, mark_ns: int) -> None:
-        """Compute up to the end of the step's backward."""
+        """Sleep until the deadline of the backward's end, and end the step."""
         late_ns = self.reach(mark_ns)
         if self._counted:
             self.steps[late_ns // 1000] += 1
@@ -108,17 +108,17 @@ class Pace:
         return self._clock() if self._free_ns is None else max(self._free_ns, self._clock() - self._lead_ns)
 
     def stalled(self, begin_ns: int, end_ns: int) -> None:
-        """The host waited for other trainers, and so did the device."""
+        """Note that the host, and therefore the device, waited for other trainers."""
         if end_ns - begin_ns > _BLINK_NS:
             self._free_ns = max(self._free_ns or 0, end_ns)
 
     def busy_until(self, deadline_ns: int) -> None:
-        """Something beside forward and backward takes the device's time; returns when that has passed."""
+        """Keep the device busy with something other than forward and backward, and return at the deadline."""
         self.sleep_until(deadline_ns)
         self._free_ns = max(self._free_ns or 0, deadline_ns)
 
     def deadline(self, took_ns: int) -> int:
-        """Where something ends that begins now and takes so long; for ``sleep_until``."""
+        """Return the time in ns at which something ends that begins now and takes ``took_ns``; for ``sleep_until``."""
         return self._clock() + took_ns
 
     def sleep_until(self, deadline_ns: int) -> int:
@@ -129,9 +129,10 @@ class Pace:
 
 
 def sharpen_sleep(slack_ns: int = 1) -> int | None:
-    """Let the kernel wake this thread, and those that it starts, within ``slack_ns`` of a deadline; the slack before.
+    """Set the timer slack of this thread, and of threads that it starts, and return the previous slack in ns.
 
-    Linux's default of 50 us is about what a sleep overshoots by. None elsewhere, where nothing is changed.
+    The kernel then wakes them within ``slack_ns`` of a deadline. Linux's default of 50 us is about what a sleep
+    overshoots by. On other systems nothing changes, and None is returned.
     """
     if not sys.platform.startswith("linux"):
         return None

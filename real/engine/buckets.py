@@ -1,4 +1,4 @@
-"""Buckets: where a plan's gradients and parameters lie, so that one collective carries many, and how they travel."""
+"""Buckets: flat buffers of gradients and parameters, in which one collective carries many, and their exchange."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from real.engine.sparse import SparseBucket
 
 copy_all = torch._foreach_copy_  # torch has no public name for copying a list of tensors at once
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""The types in which gradients of small types are summed over steps."""
+"""Type in which gradients of a half-precision type are summed over steps."""
 
 
 def _put(function: Callable[..., Any], pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Call a function of two lists of tensors, leaving out pairs without a gradient."""
+    """Call a function of two lists of tensors, leaving out pairs whose gradient is None."""
     whole = [(view, gradient) for view, gradient in pairs if gradient is not None]
     if whole:
         function(*map(list, zip(*whole, strict=True)))
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, without the gaps and overlaps that it may have."""
+    """Return the strides of a tensor, without the gaps and overlaps that it may have."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat buffer, one a parameter, one after the other, in the parameters' shapes and strides.
+    """Return consecutive views of a flat buffer, one per parameter, in the parameters' shapes and strides.
 
-    A parameter whose strides leave gaps or overlap has a view without.
+    If a parameter's strides have gaps or overlaps, its view has dense strides instead.
     """
     ends = accumulate(parameter.numel() for parameter in parameters)
     return [
@@ -56,8 +56,9 @@ def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[t
 class GradientBucket:
     """A flat buffer of gradients.
 
-    Where gradients are exchanged in the backward, the Reducer keeps them there (``place``). Where steps share an update,
-    ``accumulate`` adds a step's gradients to a sum beside the buffer, and ``release`` makes the sum the gradient, in the buffer.
+    If gradients are exchanged in the backward, the Reducer keeps them in its buffer (``place``). If steps share an
+    update, ``accumulate`` adds a step's gradients to a separate sum, and ``release`` makes the sum the gradient, in
+    the buffer.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,14 +71,14 @@ class GradientBucket:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The flat buffer: the Reducer's after its first backward; made at first use if there is no Reducer or an update comes first."""
+        """The flat buffer: the Reducer's after its first backward; before, or without one, allocated at first use."""
         if self._buffer is None:
             first = self.parameters[0]
             self._buffer = torch.zeros(self._numel, dtype=first.dtype, device=first.device)
         return self._buffer
 
     def place(self, buffer: torch.Tensor) -> bool:
-        """Take ``buffer`` as the place of the gradients. Returns whether they lay elsewhere before."""
+        """Use ``buffer`` as the flat buffer, and return whether it differs from the one before."""
         if self._buffer is not None and buffer.numel() and self._buffer.data_ptr() == buffer.data_ptr():
             return False
         is_pairs = self.parameters[0].is_complex() and not buffer.is_complex()  # as the Reducer shows complex numbers
@@ -86,7 +87,7 @@ class GradientBucket:
 
     @property
     def values(self) -> torch.Tensor:
-        """The gradients' numbers, after the bucket became ready."""
+        """The gradients' values as one flat tensor, once the bucket is ready."""
         if self._buffer is None:
             return torch.cat([gradient.reshape(-1) for parameter in self.parameters if (gradient := parameter.grad) is not None])
         return self._buffer
@@ -101,7 +102,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the step's gradients to the sum; they stay where they are."""
+        """Add the step's gradients to the sum; ``.grad`` stays as it is."""
         gradients = [parameter.grad for parameter in self.parameters]
         if self.merged == 0 and any(gradient is None for gradient in gradients):
             self._sum.zero_()
@@ -110,34 +111,35 @@ class GradientBucket:
 
     @torch.no_grad()
     def release(self, divisor: int) -> None:
-        """Make the sum over ``divisor`` the gradient, and begin a new sum."""
+        """Make the sum divided by ``divisor`` the gradient, and begin a new sum."""
         assert self.merged, "there is a sum"
         torch.div(self._sum, divisor, out=self.buffer)
-        for view, parameter in zip(views_of(self.buffer, self._sum_views), self.parameters, strict=True):  # in the order of the sum
+        for view, parameter in zip(views_of(self.buffer, self._sum_views), self.parameters, strict=True):  # with the strides of the sum
             parameter.grad = view
         self.merged = 0
 
     def drop(self) -> None:
-        """Begin a new sum."""
+        """Discard the sum, so that a new one begins."""
         self.merged = 0
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """The sum so far, one tensor a parameter; none where it has not begun."""
+        """The sum so far, one tensor per parameter; empty if it has not begun."""
         return self._sum_views if self.merged else []
 
     @torch.no_grad()
     def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
-        """Go on with a sum of ``merged`` steps."""
+        """Continue from the sum of ``merged`` steps."""
         copy_all(self._sum_views, list(sums))
         self.merged = merged
 
 
 class DeltaBucket:
-    """The parameters' distance from a snapshot, which Local SGD averages; ``origin``: the values that it is measured from.
+    """The parameters' distances from a snapshot, which Local SGD averages; ``origin``: the snapshot's first values.
 
-    An outer optimizer keeps a ``velocity`` beside it, equal on all trainers, from its first step on. Both lie with the
-    parameters, or ``on_host``, pinned, from where they come and go at a merge.
+    From its first step on, an outer optimizer also keeps a ``velocity``, equal on all trainers. Snapshot and velocity
+    are on the parameters' device or, with ``on_host``, in pinned memory of the host, and are copied when they are
+    used.
     """
 
     def __init__(
@@ -156,30 +158,30 @@ class DeltaBucket:
 
     @cached_property
     def buffer(self) -> torch.Tensor:
-        """The distances, on their way; made at first use."""
+        """Flat tensor of the distances, which is exchanged; allocated at first use."""
         return torch.zeros_like(self._snapshot, device=self._device)
 
     @cached_property
     def distances(self) -> list[torch.Tensor]:
-        """The buffer, one tensor a parameter."""
+        """Views of ``buffer``, one per parameter."""
         return views_of(self.buffer, self.parameters)
 
     @cached_property
     def residual(self) -> torch.Tensor:
-        """Flat rounding errors of earlier quantised distances, added to the next ones, in FP32; made at first use."""
+        """Flat rounding errors of earlier quantised distances, in FP32, to add to the next ones; made at first use."""
         return torch.zeros_like(self.buffer, dtype=torch.float32)
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Put the parameters minus the snapshot into the buffer."""
+        """Write the parameters minus the snapshot into the buffer."""
         copy_all(self.distances, self.parameters)
         self.buffer.sub_(self._snapshot.to(self._device, non_blocking=True))
 
     @torch.no_grad()
     def step(self, outer: Outer) -> None:
-        """Replace the mean distance in the buffer by the outer optimizer's step, without its rate.
+        """Replace the mean distance in the buffer with the outer optimizer's step, before its learning rate.
 
-        A distance points downhill, against its gradient.
+        A distance points in the direction of descent, opposite to its gradient.
         """
         if outer.momentum == 0:
             return
@@ -195,10 +197,13 @@ class DeltaBucket:
 
     @torch.no_grad()
     def merge(self, rate: float = 1.0, share: float = 0.0) -> None:
-        """Make snapshot plus ``rate`` times the buffer the new snapshot, and the new parameters but for a ``share`` of what these are."""
+        """Add ``rate`` times the buffer to the snapshot, and set the parameters to the result.
+
+        ``share``: share of the parameters' own values that stays.
+        """
         agreed = self._snapshot.to(self._device, non_blocking=True).add_(self.buffer, alpha=rate)
         values = self.snapshot
-        if agreed is not self._snapshot:  # which lies on the host
+        if agreed is not self._snapshot:  # the snapshot lies on the host
             self._snapshot.copy_(agreed)
             values = views_of(agreed, self.parameters)
         if share == 0:
@@ -209,34 +214,34 @@ class DeltaBucket:
 
     @property
     def velocity(self) -> list[torch.Tensor]:
-        """The outer optimizer's momentum, one tensor a parameter; none before its first step."""
+        """The outer optimizer's momentum, one tensor per parameter; empty before its first step."""
         return [] if self._velocity is None else views_of(self._velocity, self.parameters)
 
     @property
     def residuals(self) -> list[torch.Tensor]:
-        """The residual, one tensor a parameter; none before its first use."""
+        """The residual, one tensor per parameter; empty before its first use."""
         return views_of(self.residual, self.parameters) if "residual" in self.__dict__ else []
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the parameters are the snapshot."""
+        """Whether the parameters equal the snapshot."""
         return all(torch.equal(own, kept.to(self._device)) for own, kept in zip(self.parameters, self.snapshot, strict=True))
 
     @torch.no_grad()
     def averages(self) -> list[torch.Tensor]:
-        """The parameters that ``merge`` would leave, one tensor per parameter; nothing is changed."""
+        """Return snapshot plus mean distances, one tensor per parameter, without changing anything."""
         return views_of(self._snapshot.to(self._device) + self.buffer, self.parameters)
 
     @torch.no_grad()
     def resume(self, origin: Sequence[torch.Tensor]) -> None:
-        """Measure distances from these values."""
+        """Set the snapshot to these values, from which distances are measured."""
         copy_all(self.snapshot, list(origin))
 
     @torch.no_grad()
     def restore(
         self, velocity: Mapping[str, torch.Tensor], landed: Mapping[str, torch.Tensor], residual: Mapping[str, torch.Tensor]
     ) -> None:
-        """Go on with the outer momentum, with averaged distances that wait for their merge, and with what quantising took; by parameter."""
+        """Restore outer momentum, averaged distances that are not merged yet, and quantisation errors, by parameter."""
         if set(self.names) <= velocity.keys():
             self._velocity = torch.zeros_like(self._snapshot, pin_memory=self._snapshot.is_pinned())
             copy_all(self.velocity, [velocity[name] for name in self.names])
@@ -250,35 +255,35 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class ModelBuffers:
-    """A model's buffers on their way between trainers: rank 0's are sent to all, or they are averaged.
+    """A model's buffers, for their exchange: rank 0's are sent to all trainers, or they are averaged.
 
-    What travels is what the model had when this was made; later buffers stay each rank's own. Averaged are floating-point numbers; of a
-    count, which is a single ``int32`` or ``int64``, all take the largest; and others stay each rank's own.
+    Only buffers that the model has when this object is made are exchanged. In an average, floating-point buffers get
+    the mean, a count (a single ``int32`` or ``int64``) gets the largest value, and others stay as they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}  # noqa: SLF001  # which fake tensors have, too
+        parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}  # noqa: SLF001  # fake tensors have it too
         plain = {name: buffer for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
         self._shapes = {name: own.shape for name, own in plain.items() if own.untyped_storage()._cdata not in parameters}  # noqa: SLF001  # as above
         norms = [prefix for prefix, module in model.named_modules() if isinstance(module, _NormBase)]
         self._unread = {f"{prefix}.{name}".lstrip(".") for prefix in norms for name in _STATISTICS}
         """Names of the buffers that no training forward reads."""
         self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
-        """For each type: its buffers, their numbers in one flat tensor, and the operator of their all-reduce."""
+        """For each type on the wire: buffers, one flat tensor of their values, and the all-reduce's operator."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Number of bytes of all exchanged buffers."""
         return sum(buffer.nbytes for name, buffer in self._model.named_buffers() if name in self._shapes)
 
     @property
     def averaged_nbytes(self) -> int:
-        """Bytes that an average of the buffers sends: without masks, and in the wider type of small ones."""
+        """Number of bytes that an average sends: averaged buffers only, in their types on the wire."""
         return sum(buffer.numel() * _carrier(buffer).itemsize for buffer in filter(_is_averaged, self._found().values()))
 
     def _found(self) -> dict[str, torch.Tensor]:
-        """The module's present buffers, by name. Raises ``ConfigError`` for one that is gone or has another shape."""
+        """Return the current buffers by name. Raises ``ConfigError`` if one is missing or has another shape."""
         now = dict(self._model.named_buffers(remove_duplicate=False))
         for name, shape in self._shapes.items():
             if name not in now or now[name].shape != shape:
@@ -290,9 +295,12 @@ class ModelBuffers:
 
     @torch.no_grad()
     def send(self, communicators: Communicators, *, read: bool = False, source: int = 0) -> int:
-        """Replace the buffers by rank ``source``'s, and return the bytes sent; ``read``: only buffers that a training forward reads."""
+        """Replace the buffers with rank ``source``'s, and return the bytes sent.
+
+        ``read``: send only buffers that a training forward reads.
+        """
         found = self._found()
-        kept = [buffer for name, buffer in found.items() if name in self._unread]  # a graph of before remains good
+        kept = [buffer for name, buffer in found.items() if name in self._unread]  # so that graphs of earlier forwards stay valid
         sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
         with ExitStack() as stack:
             for buffer in kept:  # as DDP does
@@ -302,7 +310,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Gather the buffers to be averaged in flat tensors."""
+        """Copy the buffers to be averaged into flat tensors."""
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in filter(_is_averaged, self._found().values()):
             kinds.setdefault(_carrier(buffer), []).append(buffer)
@@ -330,7 +338,7 @@ def _is_averaged(buffer: torch.Tensor) -> bool:
 
 
 def _carrier(buffer: torch.Tensor) -> torch.dtype:
-    """The type in which a buffer is averaged."""
+    """Return the type in which a buffer is averaged."""
     if not buffer.is_floating_point():
         return torch.int64
     return torch.promote_types(torch.float32, buffer.dtype) if buffer.dtype.itemsize > 1 else torch.float32  # torch promotes no FP8
@@ -339,8 +347,8 @@ def _carrier(buffer: torch.Tensor) -> torch.dtype:
 class Storage:
     """The buckets of a plan.
 
-    ``gradients`` is empty if trainers update alone, parameter by parameter. ``deltas`` is empty if
-    trainers never update alone.
+    ``gradients`` is empty if trainers update alone without gradient merge. ``deltas`` is empty if trainers never
+    update alone.
     """
 
     def __init__(
@@ -355,10 +363,11 @@ class Storage:
         sums: Mapping[str, torch.Tensor],
         merged: int,
     ) -> None:
-        """``gathers``: buckets of gradients are needed.
+        """Create the buckets; ``gathers``: whether buckets of gradients are needed.
 
-        ``origin``: values that deltas are measured from, the parameters' own where it names none; none where trainers never part.
-        ``sums``: the gradients of ``merged`` steps, which wait for their update; empty where none do.
+        ``origin``: values that deltas are measured from, by parameter; the parameter's own value for a missing name.
+        None if trainers never update alone. ``sums``: gradient sums of ``merged`` steps that wait for their update,
+        or empty.
         """
         self._plan = plan
         self._communicators = communicators
@@ -378,7 +387,7 @@ class Storage:
         self._transfers: dict[tuple[str, int], Transfer] = {}
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """The values that deltas are measured from, by parameter."""
+        """Return the values that deltas are measured from, by parameter."""
         return {name: view for delta in self.deltas for name, view in zip(delta.names, delta.snapshot, strict=True)}
 
     def rebase(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -387,18 +396,18 @@ class Storage:
             delta.resume([values.get(name, kept) for name, kept in zip(delta.names, delta.snapshot, strict=True)])
 
     def sums(self) -> dict[str, torch.Tensor]:
-        """The gradients that are being summed up for an update, by parameter; empty between updates."""
+        """Return the gradient sums that wait for an update, by parameter; empty if there are none."""
         summed = ((bucket, gradients) for bucket, gradients in zip(self._plan.buckets, self.gradients, strict=False) if gradients.sums)
         return {name: total for bucket, gradients in summed for name, total in zip(bucket.gradients, gradients.sums, strict=True)}
 
     def place(self, bucket: int, buffer: torch.Tensor) -> None:
-        """Take ``buffer`` as the place of a bucket's gradients."""
+        """Use ``buffer`` as the flat buffer of a bucket's gradients."""
         gradients = self.gradients[bucket]
         if isinstance(gradients, GradientBucket) and gradients.place(buffer):
             self._transfers.pop(("gradient", bucket), None)
 
     def transfer(self, payload: str, bucket: int) -> Transfer:
-        """The tensors that the bucket's operations carry."""
+        """Return the transfer of a bucket's gradients, deltas or state, as ``payload`` says."""
         found = self._transfers.get((payload, bucket))
         if found is None:
             residual = self.deltas[bucket].residual if payload == "delta" and self._feeds_back else None
@@ -422,16 +431,17 @@ class Storage:
 class Transfer:
     """A flat tensor that a chain of operations exchanges: a bucket's gradients, deltas, or optimizer state.
 
-    ``chain`` is the plan's operations of the bucket. Where it travels in a smaller type, or is cut
-    into equal pieces, it is copied before the first operation and back after the last.
+    ``chain``: the plan's operations of the bucket. If they use a smaller type or equal pieces, the tensor is copied
+    before the first operation and back after the last.
 
-    A plain all-reduce averages, and so does one in INT8. Everything else divides by the number of trainers, casts and then
-    sums, so that a small type overflows neither in the cast nor in the sum (Fleet; DistributedDataParallel's
-    ``fp16_compress_hook`` casts first). Complex numbers travel as pairs of real ones, which every backend knows.
+    A single all-reduce in the tensor's own type, or in INT8, averages. Every other chain divides by the number of
+    trainers, casts and then sums, so that a small type overflows neither in the cast nor in the sum (Fleet;
+    DistributedDataParallel's ``fp16_compress_hook`` casts first). Complex numbers travel as pairs of real ones, which
+    every backend supports.
     """
 
     def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
-        """``residual``: of an all-reduce in INT8, see ``average_quantised``."""
+        """``residual``: error feedback of an all-reduce in INT8, see ``average_quantised``."""
         self.buffer = buffer
         """The flat tensor that is packed before the exchange and read after it, in the parameters' type."""
         self._numbers = numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
@@ -454,7 +464,7 @@ class Transfer:
 
     @torch.no_grad()
     def run(self, operation: Operation, timed: Timed) -> None:
-        """Execute one operation of the chain; runs on its lane. ``timed``: its parts."""
+        """Execute one operation of the chain, on its lane; ``timed`` times the operation's parts."""
         if _place(operation) == self._first and not self._averages:
             torch.div(self._numbers, self._communicators.trainers, out=self._whole[: self._numbers.numel()])
         communicators, group, number = self._communicators, operation.group, operation.communicator
@@ -478,7 +488,7 @@ class Transfer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the buffer itself is averaged, and nothing is to be done before or after it."""
+        """Whether one all-reduce averages the buffer itself, with nothing to do before or after it."""
         return self._averages and not self._copies and not self._quantises
 
     def begin(self, communicator: int, ended: Callable[[], None] | None) -> Started:

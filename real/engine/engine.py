@@ -1,12 +1,12 @@
 """Engine: executes a strategy's operations on a model and an optimizer, through their hooks.
 
-The engine decides nothing: it tells the strategy what happened, and runs its answers. torch's Reducer finds out when a
-bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one trainer. A forward begins a
-step (``Phase``). At the end of its backward the engine waits for the collectives, so that ``.grad`` holds averages when
-``backward()`` returns. Another backward before the update takes the strategy back to the step's begin, and repeats the exchange.
+The engine decides nothing: it reports events to the strategy and runs the operations that the strategy returns. torch's
+Reducer detects when a bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one
+trainer. A forward begins a step (``Phase``). At the end of the backward the engine waits for the collectives, so that
+``.grad`` holds averages when ``backward()`` returns. Another backward before the update repeats the exchange.
 
-The first update's plan takes the gradients in reverse registration order; hooks note the order in which they become
-ready. Rank 0's order is then broadcast, and all ranks keep the plan that they build from it.
+The first update's plan takes the gradients in reverse registration order; hooks record the order in which they become
+ready. Rank 0's order is then broadcast, and all ranks keep the plan built from it.
 """
 
 import dataclasses
@@ -72,11 +72,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Runs one strategy on one model. Every rank makes and closes its engines in the same order.
+    """Runs one strategy on one model. Every rank creates and closes its engines in the same order.
 
-    ``fusion = "merged_gradient"`` or ``"optimal"`` plans by a ``forecast``, the cost of an all-reduce over all trainers and when each
-    gradient is final, in ns from the backward's start; without it they are timed, and backwards before the plan settles are cold. Raises
-    ``ConfigError`` in a step in which a parameter gets no gradient.
+    With ``fusion = "merged_gradient"`` or ``"optimal"``, the plan follows ``forecast``: the cost of an all-reduce over
+    all trainers, and when each gradient is final, in ns since the backward's start. Without it, both are measured, the
+    latter in the first update's cold backwards. Raises ``ConfigError`` in a step in which a parameter gets no gradient.
     """
 
     on_step: Callable[[int], None] | None = None
@@ -84,15 +84,15 @@ class Engine:
     on_compute_end: Callable[[], None] | None = None
     """Called when the backward's computation has ended, before the engine waits for collectives."""
     on_failure: Callable[[BaseException], None] | None = None
-    """Called with an exception that a step raised: the trainers are at different places from then on."""
+    """Called with an exception that a step raises, after which trainers are at different points of training."""
     _behind = Phase.IDLE
-    """Phase in which the backward under way began."""
+    """Phase of the engine when the current backward began."""
     _comes = False
-    """Whether the backward under way leaves gradients, unlike ``torch.autograd.grad``."""
+    """Whether the current backward leaves gradients in ``.grad``, unlike ``torch.autograd.grad``."""
     _keeps = False
-    """Whether backwards keep their gradients on this rank, as inside ``no_sync``."""
+    """Whether backwards keep their gradients on this rank without an exchange, as inside ``no_sync``."""
     _is_passed = False
-    """Whether the last backward passed through this model to another one, which was updated since: see ``FleetEngine``."""
+    """Whether the last backward also reached another model, which has been updated since; see ``FleetEngine``."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Engine:
     ) -> None:
         refuse_model(model, communicators.device, strategy)
         changes = strategy.changes().items()
-        agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # by which groups are made
+        agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # from which groups are made
         self.model = model
         self.strategy = strategy
         self.communicators = communicators
@@ -124,13 +124,13 @@ class Engine:
         self._phase = Phase.IDLE
         self._nodes = nodes_of(self._members)
         self._unused: list[str] = []
-        """Names of parameters without a gradient in the backward under way, if the strategy looks for them."""
+        """Names of parameters without a gradient in the current backward, if the strategy looks for them."""
         self._hidden: RemovableHandle | None = None
         """Hook on a backward's first gradient, for a model whose outputs contain no tensors."""
         self._keeps, self._holds, self._was_synced, self._num_moves = False, False, False, 0
-        """Whether backwards keep their gradients on this rank; whether a backward of this step has; whether the
-        step's last forward ran outside of ``no_sync``, so that the next one reads rank 0's buffers, as in DDP; how
-        often parameters were replaced in the middle of a step."""
+        """``_holds``: whether a backward of this step has kept its gradients on this rank. ``_was_synced``: whether the
+        step's last forward ran outside ``no_sync``, so that the next one reads rank 0's buffers, as in DDP.
+        ``_num_moves``: number of changes after which backwards of earlier forwards are refused."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
@@ -155,14 +155,14 @@ class Engine:
             self._outside = OutsideChanges(self._parameters, reads=host)
         self._owners = owners_of(model)
         self.meeting: Meeting | None = None
-        """Meeting of all ranks, which names ranks that do not come."""
+        """Meeting of all ranks, whose errors name the ranks that are missing; None outside of ``fleet``."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
             register_module_module_registration_hook(weakly(self._refuse_wrapper)),
             *self._updates.hear_others(),
         ]
-        for handle in self._handles[2:]:  # of torch's lists, which outlive the model
+        for handle in self._handles[2:]:  # in torch's global lists, which outlive the model
             finalize(self, handle.remove)
         self._measuring = [
             parameter.register_post_accumulate_grad_hook(partial(self._or_fails(self._is_final), name))
@@ -176,12 +176,12 @@ class Engine:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates so far, which is also the number of the last one."""
+        """Number of the last update, counted from 1; warm-up updates are numbered up to 0."""
         return self._decider.state.updates
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in the backward under way, or the next one."""
+        """Factor on the loss in the current or next backward; 1 without loss scaling."""
         scale = self._decider.state.scale
         return 1.0 if scale is None else scale.value
 
@@ -202,10 +202,10 @@ class Engine:
         return self._updates.optimizers
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer.step()`` be the update, or a part of it, where there are others: then each step ends when all have stepped.
+        """Make ``optimizer.step()`` the update; with several optimizers, an update ends when all have stepped.
 
-        It takes the place of those that hold some of its parameters. Raises ``ConfigError`` for one that the strategy cannot control, and
-        in the middle of a step if there is one already.
+        ``optimizer`` replaces attached ones that hold some of its parameters. Raises ``ConfigError`` if the strategy
+        cannot control it, or in the middle of a step if an optimizer is already attached.
         """
         refuse_wrappers(self.model)
         refuse_optimizer(optimizer, self.executor.combination)
@@ -224,30 +224,30 @@ class Engine:
             self.note_parameters()
 
     def take_over(self, *, looks: bool = True) -> None:
-        """Let what the script has done to the parameters since the last step be what training goes on from; see ``OutsideChanges``."""
+        """Continue from parameters that the script changed since the last step; see ``OutsideChanges.take_over``."""
         self._owners = refuse_replaced(self._owners, self._parameters, self.model)
         if self._outside is not None:
             self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed, looks=looks)
 
     def _agree(self, lines: Sequence[str]) -> None:
-        """Raise ``ConfigError``, on every rank, unless all have made one change."""
+        """Raise ``ConfigError`` on every rank unless all ranks describe the same change by ``lines``."""
         if self.meeting is not None:
             self.meeting.meet(OUTSIDE)
         self.communicators.order_lanes()
         agree_on(lines, OUTSIDE, self.communicators, ALIKE)
 
     def note_parameters(self) -> None:
-        """Take all writes to the parameters so far as fleet's own, see ``OutsideChanges``."""
+        """Record the parameters, so that earlier writes do not count as outside changes; see ``OutsideChanges``."""
         if self._outside is not None:
             self._outside.note()
 
     def report(self, loss: torch.Tensor | float) -> None:
-        """Tell the step's loss, one number; adaptive steps need it before the optimizer's step. Raises ``ConfigError`` for several."""
+        """Report the step's loss, which adaptive steps need. Raises ``ConfigError`` unless it is a single number."""
         self.executor.loss = one_number(loss).to(self._device, non_blocking=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards inside leave their gradients in ``.grad``, on this rank alone; the next one outside exchanges the sum."""
+        """Let backwards inside add to ``.grad`` on this rank alone; the next one outside exchanges the sum."""
         before, self._keeps = self._keeps, True
         try:
             yield
@@ -255,22 +255,22 @@ class Engine:
             self._keeps = before
 
     def expect(self, *, synced: bool) -> None:
-        """As in DistributedDataParallel, where the forward that comes now runs decides for its backward, and not where that runs.
+        """Set whether the next backward exchanges gradients; as in DDP, this depends on where its forward runs.
 
-        If it, or one before it that had no backward yet, runs outside of ``no_sync``, the backward exchanges.
+        It does if the forward now beginning (``synced``), or an earlier one without backward, is outside ``no_sync``.
         """
         self._keeps = not synced and not (self._phase == Phase.FORWARD and not self._keeps)
 
     def end_epoch(self) -> None:
-        """The data of an epoch are used up; every trainer says so after the same step."""
+        """Report that an epoch's data are used up; every trainer calls it after the same step."""
         self._run_between(EpochEnd(), "fleet.end_epoch")
 
     def flush(self, *, end: bool = False) -> None:
-        """Make the trainers agree, as a model that is read must; ``end``: no step follows. Its time belongs to the step done last."""
+        """Make trainers agree before the model is read; the time counts to the last step. ``end``: no step follows."""
         self._run_between(DataEnd() if end else Flush(), "fleet.synchronize")
 
     def progress(self, where: str) -> Progress:
-        """The progress that ``resume`` takes. Raises ``ConfigError`` within a step that has come to something; for renamed parameters."""
+        """Return progress for ``resume``. Raises ``ConfigError`` in a step with gradients or for renamed parameters."""
         begun = self._between(where)
         refuse_renamed(self._parameters, self.model, where)
         return Progress(
@@ -282,10 +282,10 @@ class Engine:
         )
 
     def resume(self, progress: Progress, carried: Carried, where: str) -> None:
-        """Go on where ``progress`` was taken, by the same plan, with what the step before it left.
+        """Continue from ``progress``, by the same plan; ``carried``: the executor's state at that time.
 
-        Every rank calls it, and puts parameters, buffers and the optimizer's state in place after it. Raises ``ConfigError``
-        in the middle of a step, unless it has come to nothing, and if another plan would result.
+        Every rank calls it, and then restores parameters, buffers and the optimizer's state. Raises ``ConfigError`` in
+        a step that has gradients, and if the plan would differ.
         """
         self._between(where)
         order = self._planning.resume(progress, where)
@@ -302,11 +302,11 @@ class Engine:
             parameter.grad = None
 
     def recordings(self) -> list[Recording]:
-        """One recording of this rank's events and operations since the plan was settled, or none without ``record``."""
+        """Return one recording of this rank's events since the plan was settled; empty without ``record``."""
         return [] if self._initial is None or self._decider.log is None else [self._decider.recording()]
 
     def close(self) -> None:
-        """Remove every hook, and leave model and optimizer with storage of their own."""
+        """Remove all hooks, undo the strategy's changes to the model, and set gradients to None."""
         for handle in (*self._handles, *self._measuring):
             handle.remove()
         self._handles.clear()
@@ -319,7 +319,7 @@ class Engine:
             parameter.grad = None
 
     def _decide(self, order: Sequence[str], state: State | None, carried: Carried | None = None) -> Decider:
-        """Plan for gradients in this order, and make what the plan needs; ``carried`` takes the place of what the last step has left."""
+        """Plan for gradients in ``order``, and make what the plan needs; ``carried`` replaces the last executor's."""
         if state is None:
             agree_on(self._planning.lines(), "the model", self.communicators)
         plan = self._planning.plan(order)
@@ -333,9 +333,9 @@ class Engine:
         strategy = family(self.strategy, plan)
         if self._reducer is not None:
             self._reducer.remove()
-        self._reducer = None  # and its buffers, before there are new ones
+        self._reducer = None  # frees its buffers before new ones are made
         what = strategy.combination
-        knows_all = not (what.merges and what.finds_unused)  # the Reducer looks for unused parameters in one backward alone
+        knows_all = not (what.merges and what.finds_unused)  # the Reducer finds unused parameters of a single backward
         if self.communicators.trainers > 1 and not what.is_local and knows_all:
             self._reducer = PlannedReducer(
                 self.model,
@@ -348,7 +348,7 @@ class Engine:
             )
         if self._executor is not None and carried is None and state is not None:
             carried = self._executor.carried()
-        self._executor = None  # and its buffers, before there are new ones
+        self._executor = None  # frees its buffers before new ones are made
         carried = carried or Carried()
         shared = (self.communicators, self.stopwatch, carried, self.optimizers, self._planning.buffers)
         self._executor = Executor(self.model, self._parameters, strategy, *shared, known=self._known)
@@ -357,11 +357,11 @@ class Engine:
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
 
     def _known(self) -> set[int]:
-        """Ids of the parameters that fleet trains."""
+        """Return the ids of the parameters that fleet trains."""
         return set(map(id, self._members))
 
     def _or_fails(self, part: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a part of a step so that ``on_failure`` hears its exceptions; the wrapper does not keep the engine alive."""
+        """Wrap a part of a step to report exceptions to ``on_failure``; the wrapper does not keep the engine alive."""
         own, call = ref(self), weakly(part)
 
         def run(*arguments: Any) -> None:
@@ -389,7 +389,7 @@ class Engine:
     def _begin_step(self) -> None:
         refuse_moved(self._members[0], self._dtype, self._device)
         refuse_unfrozen(self._frozen)
-        if self._reducer is not None and self.executor.combination.merges:  # which looks at the backward before an update alone
+        if self._reducer is not None and self.executor.combination.merges:  # the Reducer checks only the last backward before an update
             refuse_frozen(self._parameters)
         refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
         self.take_over(looks=self._decider.state.step is None)
@@ -400,7 +400,7 @@ class Engine:
         self._holds = self._was_synced = False
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
-        if self.num_updates.bit_count() <= 1:  # now and then
+        if self.num_updates.bit_count() <= 1:  # after 0, 1, 2, 4, 8, ... updates
             refuse_wrappers(self.model)
         self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
@@ -414,23 +414,23 @@ class Engine:
             self._was_synced = not self._keeps
         reducer = self._reducer if self.executor.combination.finds_unused else None
         if reducer is not None and not self._keeps:
-            output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # which lets a part that no loss uses get its zeros
+            output = reducer._post_forward(output)  # type: ignore[no-untyped-call]  # noqa: SLF001  # gives zeros to unused parts
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         for tensor in outputs:
             tensor.register_hook(partial(self._backward_begins, num_moves=self._num_moves))
         if not outputs and self.model.training:
-            self.hear_backward()  # an object hides them
+            self.hear_backward()  # an object may hide them
         return output
 
     def hear_backward(self) -> None:
-        """Take the first gradient as the begin of a backward, for outputs without tensors and backwards within the forward."""
+        """Take the next gradient as a backward's start, for outputs without tensors and backwards inside a forward."""
         if self._phase in (Phase.FORWARD, Phase.KEPT, Phase.UPDATE):
             self.stopwatch.forward_ends()
         if self._hidden is None:
             self._hidden = register_multi_grad_hook(self._members, self._backward_begins, mode="any")
 
     def _backward_begins(self, _gradient: torch.Tensor | None = None, num_moves: int | None = None) -> None:
-        """A backward has reached an output of the model; ``num_moves``: the engine's count when the forward ran."""
+        """Begin a backward that has reached a model output; ``num_moves``: value of ``_num_moves`` in its forward."""
         if self._phase == Phase.BACKWARD:
             return
         if num_moves not in (None, self._num_moves):
@@ -438,7 +438,7 @@ class Engine:
         if self._hidden is not None:
             self._hidden.remove()
             self._hidden = None
-        if self._phase == Phase.IDLE:  # a forward in evaluation mode
+        if self._phase == Phase.IDLE:  # after a forward in evaluation mode
             self._begin_step()
         if self._keeps:
             if self._phase == Phase.UPDATE:
@@ -460,17 +460,17 @@ class Engine:
             self._reducer.expect(self._nodes)
         end = self._or_fails(self._backward_ends)
         queue_callback = Variable._execution_engine.queue_callback  # noqa: SLF001  # as DDP learns of the backward's end
-        queue_callback(lambda: queue_callback(end))  # after the Reducer's own, which it queues in the backward
+        queue_callback(lambda: queue_callback(end))  # after the Reducer's own callback, which it queues in the backward
 
     def _backward_comes(self) -> None:
-        """The backward under way turns out to leave gradients."""
+        """Note that the current backward leaves gradients; if an update is due, begin the exchange again."""
         self._comes = True
         if self._behind == Phase.UPDATE:
             self._behind = Phase.FORWARD
             self._begin_again(dropped=self._dropped)
 
     def _begin_again(self, *, dropped: bool) -> None:
-        """A backward comes before the last one's update: what lies in ``.grad`` is exchanged again, and nothing was decided before."""
+        """Rewind the step for another backward before the update, which exchanges what is in ``.grad`` again."""
         self._updates.refuse_partial()
         is_attached = bool(self.optimizers) or self._is_passed
         refuse_again(self.executor.combination, is_attached=is_attached, dropped=dropped)
@@ -479,14 +479,14 @@ class Engine:
         self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 
     def _is_final(self, name: str, parameter: torch.Tensor) -> None:
-        """Note when a gradient is final, until the plan is settled."""
+        """Record when a gradient is final; called until the plan is settled."""
         refuse_unknown_sparse(name, parameter.grad, self._planning.sparse)
         if self._phase == Phase.BACKWARD:
             self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
 
     def _bucket_comes(self, bucket: GradBucket) -> None:
-        """All gradients of the next bucket are in the Reducer's buffer."""
-        self._backward_begins()  # where no output was found to tell of it
+        """Start the next bucket, whose gradients are all in the Reducer's buffer."""
+        self._backward_begins()  # if no hook on an output has reported it
         if not self._comes:
             self._backward_comes()
         assert bucket.index() == self._next_bucket, "buckets become ready in the plan's order"
@@ -508,7 +508,7 @@ class Engine:
             self.stopwatch.started(bucket, begin)
 
     def _start_last(self) -> None:
-        """Start the buckets that the Reducer has not; of plain ones the strategy is told now, while the last are under way."""
+        """Start the buckets that the Reducer has not; report plain ones to the strategy while they are in flight."""
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
         if self.executor.is_plain:
@@ -532,7 +532,7 @@ class Engine:
         self.executor.end_backward(requests, unused, self.loss_scale)
 
     def _rests(self, _optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of this optimizer does not concern this model."""
+        """Whether this optimizer's step does not concern this model."""
         return False
 
     def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
@@ -545,15 +545,15 @@ class Engine:
         self.note_parameters()
         self._phase = Phase.IDLE
         state = self._decider.state
-        if self._initial is None and not state.merged and state.flight is None:  # what waits lies in this plan's buckets
+        if self._initial is None and not state.merged and state.flight is None:  # sums and distances that wait lie in this plan's buckets
             self._planning.settle()
             self._stay(state)
         self._updates.over()
 
     def _is_in_vain(self, *, may_wait: bool = False) -> bool:
-        """Whether the step under way has come to nothing: no gradients were exchanged, or they were cleared.
+        """Whether the current step can be discarded: no gradients were exchanged, or they were dropped.
 
-        ``may_wait``: gradients that backwards inside ``no_sync`` have left in ``.grad`` do not count.
+        ``may_wait``: ignore gradients that backwards inside ``no_sync`` have left in ``.grad``.
         """
         if self._phase == Phase.UPDATE:
             return is_dropped(self.executor.combination, self._members)
@@ -561,14 +561,14 @@ class Engine:
         return self._phase in (Phase.FORWARD, Phase.KEPT) and not (holds and not is_cleared(self._members))
 
     def _between(self, where: str, *, may_wait: bool = False) -> bool:
-        """End an open update. Returns whether a step has begun in vain; raises ``ConfigError`` in the middle of another one."""
+        """End an open update; return whether a discardable step has begun. Raises ``ConfigError`` in any other step."""
         self._updates.end_open()
         if not (begun := self._is_in_vain(may_wait=may_wait)):
             refuse_in_step(self._phase, where)
         return begun
 
     def _run_between(self, event: Event, where: str) -> None:
-        """Tell the strategy of an event between steps, and run its operations; gradients waiting in ``.grad`` stay."""
+        """Report an event between steps, and run the strategy's operations; gradients waiting in ``.grad`` stay."""
         begun = self._between(where, may_wait=not self.executor.combination.merges)
         if begun:
             self._decider.rewind(self._before)
@@ -586,13 +586,13 @@ class Engine:
         return tell(self._decider, event, time.monotonic_ns)
 
     def _note_round(self, before: State) -> None:
-        """Give the stopwatch the length of a round of local steps that has ended since ``before``."""
+        """Pass the length of a round of local steps that has ended since ``before`` to the stopwatch."""
         local_steps = closed_round(before, self._decider.state)
         if local_steps is not None:
             self.stopwatch.closes_round(local_steps)
 
     def _stay(self, state: State, carried: Carried | None = None) -> None:
-        """Plan by the order of readiness that is known, and keep that plan."""
+        """Plan for the observed order of readiness, and keep that plan."""
         self._initial = state
         while self._measuring:
             self._measuring.pop().remove()

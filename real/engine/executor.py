@@ -1,7 +1,7 @@
 """Executor: runs the operations of one plan on one model.
 
-Collectives start on their communicators' lanes as soon as they are decided, each after those
-that it comes after; operations of the rank itself run at once, and wait first for what they need.
+Collectives start on their communicators' lanes as soon as they are decided, each after the operations that it depends
+on. Local operations run at once, after waiting for what they need.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from real.engine.stopwatch import Stopwatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """State of an executor between steps, beside parameters, buffers and the optimizer's state. Tensors are by parameter name."""
+    """State of an executor between steps, except parameters, buffers and optimizer state. Tensors are by name."""
 
     origin: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Parameter values that deltas are measured from; empty if trainers never update alone."""
     velocity: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The outer optimizer's momentum; empty before its first step."""
     landed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Mean distances from ``origin`` in the fragment whose exchange is under way between steps; empty where none is."""
+    """Mean distances from ``origin`` in the fragment whose exchange is in flight between steps; else empty."""
     residual: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Rounding errors of this trainer's quantised distances, in FP32; empty without error feedback."""
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Gradients that wait for more before an update; empty where none do."""
+    """Sums of gradients that wait for their update; empty if there are none."""
     merged: int = 0
     """Number of steps whose gradients are in ``sums``."""
     used: frozenset[str] = frozenset()
-    """Parameters that a loss has reached since the last update."""
+    """Names of parameters that a loss has reached since the last update."""
     loss: torch.Tensor | None = None
-    """Loss of the last step, if it was reported."""
+    """Loss of the last step; None if it was not reported."""
 
 
 class Executor:
-    """Executes the operations of one plan. Each new plan gets a new executor, between updates, with the old one's ``carried``."""
+    """Executes the operations of one plan. Each new plan gets a new executor, with the old one's ``carried``."""
 
     buffers_from: Callable[[], int] | None = None
-    """With uneven inputs: announces a broadcast of buffers to trainers without data, and returns its source rank."""
+    """Announces a broadcast of buffers to trainers without data, and returns its source rank; None with even inputs."""
 
     def __init__(  # noqa: PLR0913  # what outlives a plan, one by one
         self,
@@ -73,10 +73,10 @@ class Executor:
         *,
         known: Callable[[], Collection[int]],
     ) -> None:
-        """``carried`` and ``optimizers``: from the plan before, or from a checkpoint. ``known``: see ``OptimizerControl``."""
+        """Take ``carried`` and ``optimizers`` of the last plan or a checkpoint; ``known``: see ``OptimizerControl``."""
         self._known = known
         self.loss = carried.loss
-        """Loss of the step, if it was reported."""
+        """Loss of the current step; None if it was not reported."""
         self._model = model
         self.combination = strategy.combination
         self._plan = strategy.plan
@@ -88,7 +88,7 @@ class Executor:
         self._buffers = buffers
         self._tickets: dict[int, Ticket] = {}
         self._flying: dict[int, Ticket] = {}
-        """Exchanges of distances under way, by operation; that of a fragment lasts for several steps."""
+        """Tickets of the exchanges of distances in flight, by operation id; a fragment's lasts for several steps."""
         self._updates: list[Ticket] = []
         self._scalars: dict[str, torch.Tensor] = {}
         self._updates_now = False
@@ -118,10 +118,10 @@ class Executor:
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
         """Ids of buckets whose distances were packed and are not merged yet."""
         self.is_plain = exchanges_plainly(self._plan, self.combination)
-        """Whether all that is done for a ready bucket is one all-reduce of its gradients; see ``start_plain``."""
+        """Whether a ready bucket needs nothing but one all-reduce of its gradients; see ``start_plain``."""
         self._in_turn = communicators.in_turn if self.is_plain and any(one.after for one in self._plan.exchange) else None
         self._plain: list[Ticket] = []
-        """All-reduces under way whose operations have no ids yet, by bucket."""
+        """Tickets of all-reduces in flight whose operations have no ids yet, by bucket."""
         self.attach(optimizers)
 
     @property
@@ -164,9 +164,10 @@ class Executor:
         return self.combination.outer is not None or self.combination.fragments is not None
 
     def averages(self) -> dict[str, torch.Tensor]:
-        """The parameters that an averaging would give all trainers now; theirs stay as they are. Every rank calls it, between steps.
+        """Return the parameters that an averaging would give all trainers now, without changing any.
 
-        With an outer optimizer or fragments, what trainers agreed on last.
+        Every rank calls it, between steps. With an outer optimizer or fragments, it returns what trainers last agreed
+        on.
         """
         self._communicators.order_lanes()
         if self.steps_outside:
@@ -180,7 +181,7 @@ class Executor:
         return found
 
     def carried(self) -> Carried:
-        """The state for a next executor, see ``Carried``."""
+        """Return the state for the next executor."""
         self._communicators.order_lanes()
         sums = self.storage.sums()
         merged = next((gradients.merged for gradients in self.storage.gradients), 0)
@@ -201,19 +202,19 @@ class Executor:
         )
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-        """Control these optimizers; the largest number of tensors of a parameter's state that are averaged."""
+        """Control these optimizers, and return the largest number of state tensors that are averaged per parameter."""
         own = (self.storage, self._parameters, self._plan.num_state_slots, self._known)
         self._controls = Controls(optimizers, self.combination, *own)
         return self._controls.num_slots
 
     def begin_step(self, step: int, operations: Operations) -> None:
-        """Begin a step, with the operations of its begin."""
+        """Begin a step with the operations of its ``StepBegin``."""
         self._step = step
         self.loss = None
         self.begin_again(operations)
 
     def forward_goes_on(self) -> None:
-        """Begin another forward of the step, which reads rank 0's buffers, as in DDP."""
+        """Begin another forward of the step, for which rank 0's buffers are sent, as in DDP."""
         if self._plan.buffers_nbytes and not self.combination.is_local:
             with self._stopwatch.waits():
                 is_even = self.buffers_from is None
@@ -228,7 +229,7 @@ class Executor:
         return 0 if self.buffers_from is None else self.buffers_from()
 
     def begin_again(self, operations: Operations = ()) -> None:
-        """Reset the exchange so that another can begin; the loss that was reported stays."""
+        """Reset the exchange so that another can begin; the reported loss stays."""
         self.release_statistics()
         self._tickets.clear()
         self._plain.clear()
@@ -237,28 +238,29 @@ class Executor:
             self._release_statistics = hold_statistics(self._model)
 
     def begin_backward(self) -> None:
-        """A backward begins whose gradients are exchanged: note which parameters have none yet."""
+        """Note which parameters have no gradient yet, before a backward whose gradients are exchanged."""
         if self._merges_unused:
             self._absent = {name for name, parameter in self._parameters.items() if parameter.grad is None}
 
     def release_statistics(self) -> None:
-        """Let batch-norm statistics move again, after a backward."""
+        """Restore batch-norm statistics that were held during a forward and backward."""
         if self._release_statistics is not None:
             self._release_statistics()
             self._release_statistics = None
 
     def start(self, operations: Operations) -> None:
-        """Run operations in their order; collectives, and what comes after them, are started."""
+        """Run operations in order; collectives, and updates of single buckets, are only started."""
         for operation in operations:
             self._run(operation)
 
     def start_plain(self, bucket: int) -> None:
-        """Start a bucket's all-reduce before the strategy is told that the bucket is ready: its answer is known.
+        """Start a bucket's all-reduce before reporting the bucket as ready to the strategy, whose answer is known.
 
-        Each process group runs its all-reduces in the order of their starts, which is the plan's on every rank: the Reducer
-        hands buckets over in that order, on one thread. If the plan has one in flight, all go to one group that carries one
-        at a time. On NCCL that is their communicator's, whose stream orders them; on gloo it has a single thread, and shares
-        no thread or connection with the groups of other models, of batch norms and of what follows the backward.
+        Each process group runs its all-reduces in the order of their starts. That is the plan's order on every rank,
+        because the Reducer hands buckets over in that order, on one thread. If the plan has one in flight, all use one
+        group that carries one at a time. On NCCL this is the communicator's own group, whose stream orders them; on
+        gloo it has one thread, and shares no thread or connection with the groups of batch norm and of what follows the
+        backward.
         """
         operation = self._plan.of_bucket[bucket][0]
         if bucket == len(self._plan.buckets) - 1:
@@ -267,14 +269,14 @@ class Executor:
         self._plain.append(lane.submit(self._flight(operation, transfer), ()))
 
     def note_plain(self, decided: Sequence[Operations]) -> None:
-        """The strategy has answered to all buckets that were started."""
+        """Take the strategy's answers to all buckets that ``start_plain`` has started."""
         for (operation,), ticket in zip(decided, self._plain, strict=True):  # one each, as ``is_plain`` says
             self._tickets[operation.id] = ticket
             self._stopwatch.sends(wire_bytes(operation, self._communicators.trainers))
         self._plain.clear()
 
     def end_backward(self, requests: Requests, unused: Sequence[str], scale: float) -> None:
-        """Leave averages in ``.grad``, unscaled, and prepare the update; ``requests``: the strategy's answers to the backward's end."""
+        """Wait until ``.grad`` holds unscaled averages, and prepare the update; ``requests`` answer ``BackwardEnd``."""
         operations = started(requests)
         self.release_statistics()
         if self._merges_unused:
@@ -287,7 +289,7 @@ class Executor:
             self._collect(operation)
         if self._tickets or self._updates:
             self.wait(self._tickets)
-            for ticket in self._updates:  # what reads parameters or gradients from now on finds them at rest
+            for ticket in self._updates:  # whoever reads parameters or gradients from now on finds them complete
                 ticket.wait()
             self._stopwatch.stall_ends()
         self._finish_rows()
@@ -320,14 +322,14 @@ class Executor:
         self._controls.each[self._controls.place(optimizer)].end()
 
     def finish_update(self) -> None:
-        """The user's optimizers have stepped: run what was decided after the update."""
+        """Run the operations after the update, once the user's optimizers have stepped."""
         self._taken.clear()
         self._tickets.clear()
         behind, self._behind_update = self._behind_update, ()
         self._finish(behind, self._requests)
 
     def run_between(self, requests: Requests) -> bool:
-        """Run operations that belong to no step; whether there were any."""
+        """Run operations that belong to no step, and return whether there were any."""
         operations = started(requests)
         if not operations:
             return False
@@ -347,14 +349,14 @@ class Executor:
         self._finish(operations, requests)
         for ticket in self._updates:
             ticket.wait()
-        if update is not None or self._updates:  # the user's loop has cleared them already, and would add to these
+        if update is not None or self._updates:  # the user's loop has cleared gradients already, and would add to these
             for parameter in self._parameters.values():
                 parameter.grad = None
         self._stopwatch.update_ends()
         return True
 
     def _marks(self) -> list[Marks]:
-        """Marks of the gradients of each optimizer; of a single one, whose others may have cleared theirs, by buckets."""
+        """Return marks of each optimizer's gradients; with a single optimizer, they are taken by bucket."""
         held = self._controls.held()
         buckets = [bucket.values for bucket in self.storage.gradients] if len(held) == 1 else None
         return [marks_of(parameters, buckets, self._device) for parameters in held]
@@ -374,7 +376,7 @@ class Executor:
                 self._finish(request.operations, iter(()))
 
     def _answer(self, request: Decided | Wanted) -> None:
-        """Give a scalar that is the same on every rank."""
+        """Set the value of a requested scalar, which is the same on every rank."""
         assert isinstance(request, Wanted)
         if request.name == "found_inf":
             with host_reads():
@@ -385,7 +387,7 @@ class Executor:
             request.value = math.fsum(self._losses) / len(self._losses)
 
     def _mean_lr(self) -> float:
-        """Mean of the trainers' learning rates, exchanged together with their losses."""
+        """Return the mean of the trainers' learning rates, and keep the losses that were exchanged with them."""
         rates: Sequence[float] = (self._controlled().lr,)
         if (agreement := self._scalars.pop("agreement", None)) is not None:
             with host_reads():
@@ -430,10 +432,10 @@ class Executor:
     def _collect(self, operation: Operation) -> None:
         tickets = self._flying if operation.payload == "delta" else self._tickets
         if operation.payload == "unused" and not self.combination.merges:
-            tickets[operation.id] = Joined(self._after(operation))  # the Reducer's own
+            tickets[operation.id] = Joined(self._after(operation))  # the Reducer exchanges the flags
             return
         if not self._communicators.part(operation.group):
-            tickets[operation.id] = Joined(self._after(operation))  # as far as this rank knows
+            tickets[operation.id] = Joined(self._after(operation))  # this rank takes no part in it
             return
         flight = self._flight(operation, self._transfer(operation))
         self._stopwatch.arrives(of_average=operation.payload == "delta")
@@ -443,7 +445,7 @@ class Executor:
         tickets[operation.id] = lane.submit(flight, self._after(operation))
 
     def _flight(self, operation: Operation, transfer: Transfer | None) -> Flight:
-        """The collective of an operation, for a lane; what it carries is packed now, unless it is a ``transfer``."""
+        """Return an operation's collective, for a lane; without a ``transfer``, its data are packed now."""
         step = self._step
         timed = partial(self._stopwatch.collective, operation, step)
         work = self._work(operation) if transfer is None else partial(transfer.run, operation, timed)
@@ -461,7 +463,7 @@ class Executor:
         return Flight(run, start)
 
     def _transfer(self, operation: Operation) -> Transfer | None:
-        """The operation's transfer, packed before its first operation; none if it carries no bucket in a flat buffer."""
+        """Return the operation's transfer, packed before its first operation; None if there is no flat buffer."""
         payload, bucket = operation.payload, operation.bucket
         if payload not in ("gradient", "delta", "state"):
             return None
@@ -479,7 +481,7 @@ class Executor:
         return [tickets[other] for other in operation.after for tickets in (self._tickets, self._flying) if other in tickets]
 
     def _work(self, operation: Operation) -> Callable[[], object]:
-        """Gather what a collective carries that is no bucket in a flat buffer, and return what its lane runs."""
+        """Pack the data of a collective without a transfer, and return the function that its lane runs."""
         payload, communicators = operation.payload, self._communicators
         if payload == "rows":
             assert operation.bucket is not None
@@ -493,7 +495,7 @@ class Executor:
             self._buffers.pack()
             return lambda: self._buffers.run(operation, communicators)
         if payload in ("agreement", "loss"):
-            own = self._scalars["own"] = self._agreement(operation)  # which stays until the next: a lane reads it
+            own = self._scalars["own"] = self._agreement(operation)  # kept until the next one, because a lane reads it
             told = self._scalars["agreement"] = own.new_empty(own.numel() * communicators.trainers)
             return lambda: communicators.all_gather(told, own, operation.group, operation.communicator)
         assert payload is not None
@@ -505,7 +507,7 @@ class Executor:
         return lambda: communicators.all_reduce(scalar, "max", operation.group, operation.communicator)
 
     def _agreement(self, operation: Operation) -> torch.Tensor:
-        """Three FP64 numbers: the operation's id, which is this trainer's place, its learning rate, and its loss or 0."""
+        """Return three FP64 numbers: the operation's id as the trainer's progress, its learning rate, its loss or 0."""
         numbers = torch.tensor([operation.id, self._controlled().lr, 0.0], dtype=torch.float64, device="cpu")
         told = numbers.to(self._device, non_blocking=True)
         if operation.payload == "loss":
@@ -517,7 +519,7 @@ class Executor:
         return told
 
     def _meet(self, operation: Operation) -> None:
-        """Take the distances of a trainer alone, step the outer optimizer, or merge: a fragment, or all of the model."""
+        """Compute a single trainer's distances, step the outer optimizer, or merge: a fragment or the whole model."""
         what, fragment = self.combination, operation.fragment
         own = self.storage.deltas if fragment is None else [self.storage.deltas[bucket] for bucket in self._plan.fragments[fragment]]
         if operation.kind == "difference":
@@ -554,12 +556,12 @@ class Executor:
             self._buffers.unpack()
 
     def wait(self, tickets: Mapping[int, Ticket]) -> None:
-        """Wait for collectives, and what comes after them."""
-        for ticket in reversed([*tickets.values()]):  # the last first: who sleeps through the others' ends delays no lane's thread
+        """Wait for the tickets of collectives and of what follows them."""
+        for ticket in reversed([*tickets.values()]):  # the last first: waking for each of the others would delay the lanes' threads
             ticket.wait()
 
     def _finish_rows(self) -> None:
-        """After the exchange of rows: count its bytes, and make the rows the gradients."""
+        """Count the bytes of exchanged rows, and make the rows the gradients."""
         if not self._row_bytes:
             return
         self._stopwatch.sends(sum(self._row_bytes))
@@ -570,7 +572,7 @@ class Executor:
                     gradients.finish()
 
     def _forget_unused(self) -> None:
-        """Remove the gradients of parameters that no rank has used since the last update, so that no weight decay moves them.
+        """Remove gradients of parameters that no rank has used since the last update, so that they get no weight decay.
 
         A parameter that had a gradient before, such as zeros, keeps it, as in DistributedDataParallel.
         """
@@ -587,7 +589,7 @@ class Executor:
 
 
 def started(requests: Requests) -> Operations:
-    """The operations of an event: the first of its requests."""
+    """Return the operations that an event starts: its first request."""
     decided = next(requests)
     assert not isinstance(decided, Wanted)
     return decided.operations

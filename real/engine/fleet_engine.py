@@ -22,25 +22,25 @@ from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
 class FleetEngine(Engine):
     """An engine that knows the engines of the process's other models.
 
-    A backward may pass through several models, as a generator's loss does through the discriminator: all of them
-    exchange their gradients in it. If then another model is updated, and this one is not, its step has not begun: the
-    script may throw the gradients away, or leave them for the next backward to add to.
+    A backward may pass through several models, as a generator's loss passes through the discriminator; all of them
+    exchange their gradients in it. If another model is then updated and this one is not, this model's step counts as
+    not begun: the script may discard the gradients, or leave them for the next backward to add to.
     """
 
     announce: Callable[[], None] | None = None
-    """With uneven inputs: announces an exchange of gradients to trainers without data."""
+    """Announces an exchange of gradients to trainers without data; None with even inputs."""
     _task = -1
-    """Autograd's number of the last backward that left gradients here."""
+    """Autograd's number of the last backward that left gradients in this model."""
 
     def __init__(self, *arguments: Any, company: Iterable["FleetEngine"] = (), **named: Any) -> None:
-        """See ``Engine``; ``company``: the engines of the process's models, read anew at each use."""
+        """See ``Engine``; ``company``: the engines of all of the process's models, iterated anew at each use."""
         self._company = company
         super().__init__(*arguments, **named)
 
     def retire(self, where: str) -> None:
-        """Close between two steps, for another engine of the model; gradients stay.
+        """Close between two steps, so that another engine can take over the model; gradients stay.
 
-        Raises ``ConfigError`` where something would be lost.
+        Raises ``ConfigError`` in the middle of a step, a round of local steps or a gradient merge.
         """
         if self._updates.has_begun:
             refuse_in_step(self._phase, where)
@@ -53,20 +53,20 @@ class FleetEngine(Engine):
             parameter.grad = gradient
 
     def inherit(self, optimizers: Iterable[Optimizer]) -> None:
-        """Attach those optimizers of the engine before whose parameters are all known to fleet, and leave out the others."""
+        """Attach those optimizers of the previous engine whose trained parameters are all known to fleet."""
         for optimizer in optimizers:
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if {id(parameter) for parameter in held if parameter.requires_grad} <= self._known():
                 self.attach_optimizer(optimizer)
 
     def hear_update(self, task: int) -> None:
-        """Another model was updated after the backward with autograd's number ``task``."""
+        """Note that another model was updated after the backward with autograd's number ``task``."""
         what = self.executor.combination
         takes_back = not (what.merges or what.updates_by_bucket or what.scales)
         self._is_passed |= takes_back and (self._phase, self._task) == (Phase.UPDATE, task)
 
     def begin_uneven(self, where: str) -> None:
-        """Settle the plan before trainers with unequally many batches differ in their steps."""
+        """Settle the plan before trainers with different numbers of batches take different steps."""
         refuse_uneven(self.executor.combination, self.strategy, where)
         self._between(where)
         if self._initial is None:
@@ -75,16 +75,16 @@ class FleetEngine(Engine):
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward is under way that has come to this model."""
+        """Whether a backward has reached this model and has not ended."""
         return self._phase == Phase.BACKWARD
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether a backward is under way, some of whose gradients are not on their way yet."""
+        """Whether the current backward has started the exchange of some buckets, but not of all."""
         return self._phase == Phase.BACKWARD and 0 < self._next_bucket < len(self.plan.buckets)
 
     def shadow_backward(self) -> None:
-        """Take part, with zeros, in a backward of the trainers that have data; nothing of it stays."""
+        """Take part, with zeros, in a backward of the trainers that have data; gradients and state stay as they are."""
         mark, gradients, storage = self._decider.mark(), [parameter.grad for parameter in self._members], self.executor.storage
         if self._phase != Phase.IDLE:
             self._decider.rewind(self._before)
@@ -117,14 +117,14 @@ class FleetEngine(Engine):
             self.step, self._phase = self._decider.state.next_step - 1, Phase.IDLE
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that this engine trains."""
+        """Return the parameters that this engine trains."""
         return self._members
 
     def _known(self) -> set[int]:
         return {id(parameter) for engine in (self, *self._company) for parameter in engine.trained()}
 
     def _rests(self, optimizer: Optimizer) -> bool:
-        """Whether this one, of several models, steps others than this one, which has no gradients now."""
+        """Whether the optimizer also steps another model, and this model has no gradients now."""
         what = self.executor.combination
         is_shared = any(engine is not self and any(own is optimizer for own in engine.optimizers) for engine in self._company)
         if self._phase not in (Phase.IDLE, Phase.FORWARD, Phase.KEPT) or not is_shared:
@@ -146,7 +146,7 @@ class FleetEngine(Engine):
             other.hear_update(self._task)
 
     def _between(self, where: str, *, may_wait: bool = False) -> bool:
-        """A step whose backward was another model's has not begun, and one that some optimizers have made is over."""
+        """See ``Engine``; a step whose backward was for another model, which was updated, is taken back first."""
         self._updates.end_open()
         if self._is_passed and self._phase == Phase.UPDATE:
             self._take_back()
@@ -158,7 +158,7 @@ class FleetEngine(Engine):
 
     @contextmanager
     def _taken_back(self) -> Iterator[None]:
-        """An error of torch's ``Join``, if all trainers end with the first that has no data, leaves no step under way."""
+        """Take the current step back if torch's ``Join`` raises because a trainer has no more data."""
         try:
             yield
         except RuntimeError:
@@ -167,7 +167,7 @@ class FleetEngine(Engine):
             raise
 
     def _take_back(self) -> None:
-        """The step under way has not begun; gradients stay where they are."""
+        """Count the current step as not begun; gradients stay where they are."""
         self._decider.rewind(self._before)
         self.executor.begin_again()
         self.step, self._phase, self._is_passed = self.step - 1, Phase.IDLE, False

@@ -1,4 +1,4 @@
-"""Gradients: what a backward has left in ``.grad``, and the tensors that a forward has put out."""
+"""Gradients: what a backward has left in ``.grad``, and the tensors in a forward's output."""
 
 import dataclasses
 import weakref
@@ -14,7 +14,7 @@ from fleetbench.plan.combination import Combination
 from real.communication.lanes import host_reads
 
 COUNT = attrgetter("_version")
-"""How often a tensor was written to in place, which torch documents under this name."""
+"""Returns how often a tensor was written to in place; torch documents the attribute ``_version``."""
 
 
 Marks = tuple[list[torch.Tensor], list[int], torch.Tensor]
@@ -23,7 +23,7 @@ norm of each gradient or bucket, as int64 bits of shape ``(2 * num,)``."""
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of a model's output, in any nest of containers and dataclasses."""
+    """Return the tensors of a model's output, in any nesting of containers and dataclasses."""
     found = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
@@ -34,15 +34,15 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def shard_of(tensor: Any) -> torch.Tensor:
-    """This rank's shard of a tensor; all of one that is not sharded."""
+    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]  # a DTensor's
 
 
 def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
     """Whether a backward's gradients are discarded, so that its step does not count.
 
-    That is the case if they were cleared, or are not finite, so that a GradScaler skips the step. This is only
-    asked if a second backward could replace them.
+    That is the case if they were cleared, or are not finite, so that a GradScaler skips the step; but only under
+    strategies that leave averages in ``.grad`` until the update.
     """
     if not what.leaves_averages:
         return False
@@ -73,7 +73,7 @@ def marks_of(gradients_of: Sequence[nn.Parameter], buckets: Sequence[torch.Tenso
     NaN equals NaN. Those of buckets do not change if the gradients of other parameters are cleared.
     """
     gradients = [gradient for parameter in gradients_of if (gradient := parameter.grad) is not None]
-    values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # torch documents it
+    values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # documented
     real = [torch.view_as_real(own) if own.is_complex() else own for own in values]
     numbers = [one for own in real for one in (own.sum(dtype=torch.float64), torch.linalg.vector_norm(own, dtype=torch.float64))]
     bits = torch.stack(numbers).view(torch.int64) if numbers else torch.empty(0, device=device)
@@ -102,7 +102,7 @@ class Averaged:
     def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
         """Whether gradients exist, and none was written to since ``note``, except to clear it.
 
-        A backward that the engine does not hear of writes to them.
+        A backward that the engine does not notice would write to them.
         """
         noted = {id(own): version for kept, version in self._noted if (own := kept()) is not None}
         changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != COUNT(own)]

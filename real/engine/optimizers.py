@@ -1,9 +1,8 @@
-"""Control of the user's optimizer: it steps when the strategy says so, and in the way it says.
+"""Control of the user's optimizer: the strategy decides when and how it steps.
 
-The object stays the user's own. Its ``step()`` is let through, kept from finding any gradient (``hide``), or
-made in as few kernels as torch has for it (``build_strategy.fuse_all_optimizer_ops``), or replaced by updates
-of one bucket's parameters each.
-What happens outside of the user's step happens in a copy of the optimizer, with its class, hyperparameters and
+The object stays the user's own. Its ``step()`` runs unchanged, runs without gradients (``hide``), runs in as few
+kernels as torch offers (``build_strategy.fuse_all_optimizer_ops``), or is replaced by separate updates of each bucket's
+parameters. Updates outside of the user's step run on a copy of the optimizer, with its class, hyperparameters and
 state, and without hooks.
 """
 
@@ -41,18 +40,18 @@ _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
     "cpu": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
     "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
 }
-"""Optimizers that torch updates by one kernel (``fused=True``), by type of device."""
+"""Optimizers for which torch has a fused kernel (``fused=True``), by type of device."""
 _KERNELS_OF_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose fused kernel takes a DTensor."""
+"""Optimizers whose fused kernel accepts a DTensor."""
 
 
 class OptimizerControl:
-    """Controls one optimizer under one plan: ``begin`` runs before the user's ``optimizer.step()``, ``end`` after it."""
+    """Controls one optimizer under one plan: ``begin`` runs before the user's ``optimizer.step()``, ``end`` after."""
 
     def __init__(
         self, optimizer: Optimizer, combination: Combination, parameters: Mapping[str, nn.Parameter], known: Callable[[], Collection[int]]
     ) -> None:
-        """``known``: ids of all parameters that fleet trains in this process, those of other models, too."""
+        """``known``: returns the ids of all parameters that fleet trains in this process, including other models'."""
         self.optimizer = optimizer
         if not combination.leaves_averages:
             refuse_whole(optimizer, combination)
@@ -78,11 +77,11 @@ class OptimizerControl:
 
     @property
     def held(self) -> list[nn.Parameter]:
-        """All parameters of the optimizer's present groups."""
+        """All parameters of the optimizer's current groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def begin(self, *, updates: bool) -> None:
-        """Prepare the user's ``optimizer.step()``; without ``updates`` its gradients are hidden, and it changes nothing."""
+        """Prepare the user's ``optimizer.step()``; without ``updates``, gradients are hidden, and nothing changes."""
         self._refuse_foreign()
         if self._restore is not None:  # the last step has raised
             self._restore()
@@ -100,12 +99,12 @@ class OptimizerControl:
                 self._fused.end()
 
     def refuse_unaveraged(self) -> None:
-        """Raise ``ConfigError`` where all state is to be averaged, and the optimizer has made more."""
+        """Raise ``ConfigError`` if all state is to be averaged, but the optimizer has made state that cannot be."""
         for parameter in self._parameters.values() if self._averages_all else ():
             refuse_unaveraged(self.optimizer, parameter, self.optimizer.state.get(parameter, {}), self.slots)
 
     def _refuse_foreign(self) -> None:
-        """Raise ``ConfigError`` for trained parameters that are not averaged: ranks would drift apart in them."""
+        """Raise ``ConfigError`` if the optimizer holds trained parameters that fleet does not average."""
         held = self.held
         if self._own.issuperset(map(id, held)):
             return
@@ -119,7 +118,7 @@ class OptimizerControl:
 
 
 class Controls:
-    """All optimizers of one model under one plan, by their place in the order in which fleet was given them; each parameter is one's."""
+    """Controls of all optimizers of one model under one plan, in the order in which fleet was given the optimizers."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Controls:
         num_planned: int,
         known: Callable[[], Collection[int]],
     ) -> None:
-        """``num_planned``: tensors of state for which the plan has room, for each parameter; zeros take the place of what there is not."""
+        """``num_planned``: number of state tensors that the plan exchanges per parameter; missing ones are zeros."""
         self.optimizers = list(optimizers)
         self.each = [OptimizerControl(one, combination, parameters, known) for one in optimizers]
         """The control of each optimizer."""
@@ -146,16 +145,16 @@ class Controls:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def place(self, optimizer: Optimizer) -> int:
-        """The index of this optimizer."""
+        """Return the index of this optimizer."""
         return next(number for number, own in enumerate(self.optimizers) if own is optimizer)
 
     def held(self) -> list[list[nn.Parameter]]:
-        """For each optimizer, the model's parameters in its present groups."""
+        """Return, for each optimizer, the model's parameters in its current groups."""
         known = {*map(id, self._parameters.values())}
         return [[parameter for parameter in own.held if id(parameter) in known] for own in self.each]
 
     def step_between(self) -> None:
-        """Update outside the user's steps."""
+        """Update all parameters outside of the user's steps."""
         self.refuse_shared()
         for own in self.each:
             own.begin(updates=True)
@@ -168,7 +167,7 @@ class Controls:
             step_some(own.optimizer, parameters, own.lr_scale)
 
     def state(self, bucket: int) -> list[torch.Tensor]:
-        """The averaged state of a bucket's parameters, as many tensors for each as the plan has room for."""
+        """Return the averaged state of a bucket's parameters, ``num_planned`` tensors for each."""
         holders = {id(parameter): own for own in self.each for parameter in own.held}
         found = []
         for parameter in self._storage.parameters[bucket]:
@@ -179,23 +178,23 @@ class Controls:
 
     @torch.no_grad()
     def pack_state(self, bucket: int, buffer: torch.Tensor) -> None:
-        """Gather a bucket's state."""
+        """Copy a bucket's averaged state into the flat ``buffer``."""
         torch.cat([tensor.reshape(-1) for tensor in self.state(bucket)], out=buffer)
 
     @torch.no_grad()
     def unpack_state(self, bucket: int, buffer: torch.Tensor) -> None:
-        """Put a bucket's state back."""
+        """Copy the flat ``buffer`` into a bucket's state."""
         tensors = self.state(bucket)
         for tensor, piece in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
 
     def reset(self) -> None:
-        """Clear the state."""
+        """Zero the state that the strategy resets."""
         for own in self.each:
             reset_state(own.optimizer, own.slots)
 
     def refuse_shared(self) -> None:
-        """Raise ``ConfigError`` for a parameter of two optimizers."""
+        """Raise ``ConfigError`` for a parameter that two optimizers hold."""
         if len(self.each) == 1:
             return
         holders: dict[int, Optimizer] = {}
@@ -210,10 +209,10 @@ class Controls:
 
 
 class FusedOptimizer:
-    """Lets the user's optimizer update by ``fused=True`` where torch can and else by ``foreach=True``.
+    """Lets the user's optimizer update with ``fused=True`` where torch supports it, and else with ``foreach=True``.
 
-    ``begin`` sets that on the optimizer's groups for one step, ``end`` takes it back. A group whose implementation
-    the user chose is left alone. Each element's arithmetic is the plain update's but for the rounding of products
+    ``begin`` sets this on the optimizer's groups for one step, and ``end`` restores them. A group whose implementation
+    the user chose stays as it is. Each element is computed as in the plain update, except for the rounding of products
     that torch's kernels contract. Raises ``ConfigError`` for an optimizer that is not in ``ELEMENTWISE``, or is
     differentiable.
     """
@@ -232,7 +231,7 @@ class FusedOptimizer:
         self._changed: list[tuple[Group, str]] = []
 
     def begin(self) -> None:
-        """The optimizer is about to step."""
+        """Choose each group's implementation, before the optimizer steps."""
         for group in self._optimizer.param_groups:
             implementation = self._implementation(group)
             if implementation is not None:
@@ -240,10 +239,10 @@ class FusedOptimizer:
                 self._changed.append((group, implementation))
 
     def end(self) -> None:
-        """The optimizer has stepped."""
+        """Restore the groups, after the optimizer has stepped."""
         groups = [group for group in self._optimizer.param_groups if group.get("fused")]
         moved = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-        torch.autograd.graph.increment_version(moved)  # which torch's kernel leaves out: autograd then refuses what it saved before
+        torch.autograd.graph.increment_version(moved)  # which torch's kernel omits: autograd then refuses tensors saved before
         for group, implementation in self._changed:
             group[implementation] = None
         self._changed.clear()
@@ -253,28 +252,28 @@ class FusedOptimizer:
             return None
         gradients = {parameter: gradient for parameter in group["params"] if (gradient := parameter.grad) is not None}
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
-            return None  # the plain update knows rows
+            return None  # only the plain update handles rows
         kind = type(self._optimizer)
         have_kernels = all(
             own.is_floating_point()
             and kind in (_KERNELS_OF_SHARDS if hasattr(own, "to_local") else _KERNELS.get(own.device.type, ()))
             and gradient.stride() == dense_strides(own) == own.stride()
             for own, gradient in gradients.items()
-        )  # which go through memory as it lies
+        )  # fused kernels go through memory in its order
         if isinstance(group.get("weight_decay"), torch.Tensor) or not have_kernels:
             return "foreach"
         state = self._optimizer.state
         begun = {any(value is not None for value in state.get(parameter, {}).values()) for parameter in gradients}
-        if len(begun) > 1:  # the kernel takes state of all its parameters or of none
+        if len(begun) > 1:  # the kernel needs state of all its parameters, or of none
             return "foreach"
         for parameter in gradients:
-            if "step" in state.get(parameter, {}):  # which the kernel counts where the parameter is
+            if "step" in state.get(parameter, {}):  # the kernel needs it on the parameter's device
                 state[parameter]["step"] = state[parameter]["step"].to(parameter.device)
         return "fused"
 
 
 def refuse_whole(optimizer: Optimizer, what: Combination) -> None:
-    """Raise ``ConfigError`` for an optimizer that calls a closure as often as it likes, where each backward counts."""
+    """Raise ``ConfigError`` for LBFGS, which may call a closure any number of times, if each backward counts."""
     if isinstance(optimizer, torch.optim.LBFGS):
         hint = "use an optimizer that treats parameters one by one, such as SGD or Adam; or leave that out of the strategy"
         why = f"updates all parameters as one, from a closure, and {fields_of(what)} counts backwards"
@@ -282,7 +281,7 @@ def refuse_whole(optimizer: Optimizer, what: Combination) -> None:
 
 
 def copy_of(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
-    """An optimizer of the same class and attributes as they are now, with groups and state of its own and without hooks."""
+    """Return an optimizer with the same class and attributes, the given groups and state, and no hooks."""
     copied = object.__new__(type(optimizer))
     copied.__dict__ = {name: value for name, value in optimizer.__dict__.items() if not name.endswith("_hooks")} | {
         "param_groups": groups,
@@ -294,22 +293,20 @@ def copy_of(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
 
 
 def _kinds(optimizer: Optimizer) -> list[type]:
-    """The classes of an optimizer, but for the base of all."""
+    """Return the optimizer's classes, except the common bases."""
     return [kind for kind in type(optimizer).__mro__ if kind not in (Optimizer, object)]
 
 
 def _step(copied: Optimizer) -> None:
-    """Step without the hooks that torch keeps for all optimizers of the process: they are the user's, for the user's step."""
-    step: Any = type(copied).step  # the class's: a scheduler wraps the one that the user's object shows
+    """Step without torch's global hooks on all optimizers: they are the user's, for the user's own steps."""
+    step: Any = type(copied).step  # of the class, because a scheduler wraps that of the object
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(copied)
 
 
 def step_some(optimizer: Optimizer, parameters: Collection[nn.Parameter], lr_scale: float = 1.0) -> None:
-    """Update those of the parameters that have a gradient, in the user's optimizer's state and by its groups as they are now.
+    """Update those of ``parameters`` that have a gradient, with the state and current groups of the user's optimizer.
 
-    Their learning rates are multiplied by ``lr_scale``.
-
-    Parameters that the optimizer does not hold (yet) are passed over.
+    Learning rates are multiplied by ``lr_scale``. Parameters that the optimizer does not hold are skipped.
     """
     wanted = set(parameters)
     held = [(group, [parameter for parameter in group["params"] if parameter in wanted]) for group in optimizer.param_groups]
@@ -318,7 +315,7 @@ def step_some(optimizer: Optimizer, parameters: Collection[nn.Parameter], lr_sca
 
 
 def hide(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Take the gradients away until the returned function is called: an ``optimizer.step()`` then changes no parameter and no state."""
+    """Set the gradients to None until the returned function is called, so that ``optimizer.step()`` changes nothing."""
     hidden = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
     for parameter, _ in hidden:
         parameter.grad = None
@@ -349,7 +346,7 @@ def scale_rates(optimizer: Optimizer, factor: float) -> Callable[[], None]:
 
 
 def refuse_unaveraged(optimizer: Optimizer, like: torch.Tensor, state: State, slots: Collection[str]) -> None:
-    """Raise ``ConfigError`` where a parameter's state is more than ``slots`` and single numbers, such as counts.
+    """Raise ``ConfigError`` if a parameter's state has more than ``slots`` and single numbers, such as step counts.
 
     ``like``: the parameter.
     """
@@ -367,11 +364,11 @@ def refuse_unaveraged(optimizer: Optimizer, like: torch.Tensor, state: State, sl
 
 
 def state_slots(optimizer: Optimizer, *, averages_all: bool = False) -> tuple[str, ...]:
-    """Names of the state tensors that have the parameter's shape, such as ``exp_avg``, over all groups, sorted.
+    """Return the names of state tensors with the parameter's shape, such as ``exp_avg``, over all groups, sorted.
 
-    Steps a copy on a parameter made up for this; the optimizer stays as it is. Raises ``ConfigError``
-    for an optimizer that has no state by parameter, or that cannot step such a parameter, and, where
-    ``averages_all``, for one that has other state, too.
+    Steps a copy of the optimizer on a dummy parameter; the optimizer does not change. Raises ``ConfigError`` for an
+    optimizer that has no state by parameter or cannot step the dummy and, with ``averages_all``, for one that also has
+    other state.
     """
     slots: set[str] = set()
     for group in [group for group in optimizer.param_groups if group["params"]]:
@@ -395,12 +392,12 @@ def state_slots(optimizer: Optimizer, *, averages_all: bool = False) -> tuple[st
 
 @torch.no_grad()
 def state_tensors(optimizer: Optimizer, parameter: nn.Parameter, slots: Sequence[str]) -> list[torch.Tensor]:
-    """The parameter's state tensors, one a slot, made where they are missing: write to them in place.
+    """Return the parameter's state tensors, one per slot, to be written in place; missing ones are created.
 
-    State that does not exist is what the optimizer begins with (Adam's step of 0, Adagrad's
-    ``initial_accumulator_value``). A slot that it only makes in a step is zero: SGD then damps its
-        first gradient too, which changes that step where ``dampening`` is not 0. Raises ``ConfigError``
-        for an optimizer that does not tell what it begins with, and ``KeyError`` for a parameter that it does not hold.
+    Missing state starts with the optimizer's initial values (Adam's step of 0, Adagrad's
+    ``initial_accumulator_value``). A slot that the optimizer creates only in a step starts at zero: SGD then damps its
+    first gradient too, which changes that step if ``dampening`` is not 0. Raises ``ConfigError`` for an optimizer
+    without torch's function that makes its initial state, and ``KeyError`` for a parameter that it does not hold.
     """
     if not slots:
         return []
@@ -414,7 +411,7 @@ def state_tensors(optimizer: Optimizer, parameter: nn.Parameter, slots: Sequence
 
 
 def _first_state(optimizer: Optimizer, parameter: nn.Parameter) -> State:
-    """The initial state that the optimizer makes for a new parameter."""
+    """Return the initial state that the optimizer makes for a new parameter."""
     initialise = getattr(type(optimizer), "_init_group", None)  # torch's optimizers share the name, not the signature
     if initialise is None:
         hint = "let every parameter take part in a step first, or use another optimizer of torch.optim"
@@ -431,7 +428,7 @@ def _first_state(optimizer: Optimizer, parameter: nn.Parameter) -> State:
 
 @torch.no_grad()
 def reset_state(optimizer: Optimizer, slots: Sequence[str]) -> None:
-    """Zero the slots of all parameters, in place; what does not exist stays so."""
+    """Zero the slots of all parameters in place; missing slots stay missing."""
     tensors = [
         state[slot] for state in optimizer.state.values() for slot in slots if isinstance(state, dict) and state.get(slot) is not None
     ]

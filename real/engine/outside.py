@@ -1,8 +1,8 @@
-"""Outside changes: what a script does to parameters beside the optimizer's steps, such as loading weights between two of them.
+"""Outside changes: a script's writes to parameters outside of optimizer steps, such as loading weights.
 
-Trainers that update alone measure how far they have come from values that all agreed on (Theta). Weights that are
-loaded, copied or drawn anew become these values: otherwise an averaging would take them for progress, and an outer
-optimizer would step along them.
+Trainers that update alone measure their progress from values that all agreed on (Theta). Weights that are loaded,
+copied or drawn anew become these values. Otherwise an averaging would take them for progress, and an outer optimizer
+would step along them.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ ALIKE = (
     "or into a hook of it that is registered before fleet.distributed_optimizer"
 )
 _SAMPLE = 32
-"""Numbers from the middle of each parameter that are compared: nothing counts what is written through ``.data``."""
+"""Number of values compared in the middle of each parameter, because torch does not count writes by ``.data``."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Owners = tuple[list[dict[str, nn.Parameter | None]], list[int]]
 """Each module's table of parameters by name, and the parameters' ids in this order."""
 
 
 class OutsideChanges:
-    """Watches the parameters of local steps. States: noted (after a step, or another write of fleet's) -> looked at, before the next.
+    """Finds outside changes between local steps: ``note`` follows fleet's writes, ``take_over`` precedes each step.
 
-    A change is another storage, a counted write in place, or other numbers in a sample. A write that leaves what was there is none.
+    A change is a new storage, an in-place write that torch counts, or a sample with other values. If trainers have
+    agreed, a write that leaves a parameter's values the same is not a change.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, reads: bool) -> None:
-        """``reads``: the host may read the sample in every step, because it waits for no device."""
+        """``reads``: whether the host reads the sample in every step, because it does not wait for a device."""
         self._parameters = parameters
         self._reads = reads
         self._held: dict[str, torch.Tensor] = {}
         """Each parameter's storage, kept so that no other tensor gets its address."""
         self._samples: dict[str, torch.Tensor] = {}
         self._of_own: set[str] = set()
-        """Names of parameters that this rank changed within a round; the next round's begin checks that all ranks did."""
+        """Names of parameters that this rank changed within a round; all ranks must have changed them when the next
+        begins."""
         self._places: list[int] = []
-        """Each parameter's address, as noted."""
+        """Address of each parameter at the last ``note``."""
         self._writes: list[int] = []
-        """Each parameter's number of in-place writes, as noted."""
+        """Number of in-place writes to each parameter at the last ``note``."""
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
-        """Note the parameters as they are: later writes are changes from outside."""
+        """Note the parameters as they are; later writes are outside changes."""
         places, self._writes = self._marks()
         if places != self._places:
             for name in self._parameters:
@@ -63,12 +65,13 @@ class OutsideChanges:
 
     @torch.no_grad()
     def take_over(self, executor: Executor, agree: Callable[[Sequence[str]], None], *, agreed: bool, looks: bool) -> None:
-        """Let changed parameters be the base of the round; ``agree`` raises where not all trainers give the same lines.
+        """Make changed parameters the base of the round; ``agree`` raises unless all trainers give the same lines.
 
-        ``agreed``: trainers hold the same parameters, but for the change. Within a round of averaging alone a change is the trainer's own,
-        as its updates are; that all trainers made one is looked at when they have averaged. ``looks``: read the sample in any case.
+        ``agreed``: whether trainers hold the same parameters, apart from the change. Within a round of plain
+        averaging, a change is the trainer's own, as its updates are; after the averaging, all trainers must turn out
+        to have made it. ``looks``: whether to read the sample even if the host has to wait for the device.
 
-        Raises ``ConfigError`` for another memory format, and for a fragment whose exchange is under way.
+        Raises ``ConfigError`` for a new memory format, and for a fragment whose exchange is in flight.
         """
         places, writes = self._marks()
         touched = []
@@ -97,9 +100,9 @@ class OutsideChanges:
         self.note()
 
     def _marks(self) -> tuple[list[int], list[int]]:
-        """Each parameter's address, and how often it was written to in place."""
+        """Return each parameter's address, and its number of in-place writes."""
         own = self._parameters.values()
-        return [*map(torch.Tensor.data_ptr, own)], [*map(COUNT, own)]  # each pass over many small parameters is felt
+        return [*map(torch.Tensor.data_ptr, own)], [*map(COUNT, own)]  # without a Python loop, which is slow for many small parameters
 
     def _hold(self, name: str) -> None:
         self._held[name] = self._parameters[name].detach()
@@ -110,7 +113,7 @@ class OutsideChanges:
             return torch.equal(self._held[name], kept.to(self._held[name].device))
 
     def _differing(self) -> set[str]:
-        """Parameters whose sample has other numbers than were noted."""
+        """Return the names of parameters whose sample has other values than noted."""
         found = torch.cat([*self._samples.values()])
         if self._is_same(found, self._sample):
             return set()
@@ -125,7 +128,7 @@ class OutsideChanges:
 
 
 def refuse_format(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
-    """Raise ``ConfigError`` for a parameter whose numbers lie otherwise than in the buffers that were made for it."""
+    """Raise ``ConfigError`` if a parameter's shape, strides or type are not those that its buffers were made for."""
     if (before.shape, before.stride(), before.dtype) != (now.shape, now.stride(), now.dtype):
         what = "has another shape, type or memory format than when the model was distributed"
         shown = f"{list(now.shape)} with strides {list(now.stride())}, before {list(before.shape)} with strides {list(before.stride())}"
@@ -133,7 +136,7 @@ def refuse_format(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
 
 
 def refuse_flying(names: Iterable[str], executor: Executor) -> None:
-    """Raise ``ConfigError`` for parameters that are changed while their distances are on their way: these would be of other values."""
+    """Raise ``ConfigError`` for parameters that change while distances of their old values are in flight."""
     flying = [name for name in names if name in executor.in_flight]
     if flying:
         what = "changes outside of optimizer.step() while the exchange of its fragment is under way"
@@ -141,7 +144,7 @@ def refuse_flying(names: Iterable[str], executor: Executor) -> None:
 
 
 def owners_of(model: nn.Module) -> Owners:
-    """The present owners of the model's parameters."""
+    """Return the current owners of the model's parameters."""
     found = (module._parameters for module in model.modules())  # noqa: SLF001  # ``named_parameters`` takes thirty times as long
     tables = [table for table in found if isinstance(table, dict) and table]
     return tables, _ids(tables)
@@ -152,7 +155,7 @@ def _ids(tables: Sequence[dict[str, nn.Parameter | None]]) -> list[int]:
 
 
 def refuse_replaced(owners: Owners, parameters: Mapping[str, nn.Parameter], model: nn.Module) -> Owners:
-    """The parameters' owners now. Raises ``ConfigError`` for a parameter that the model has no longer: nothing would train what it has."""
+    """Return the parameters' owners. Raises ``ConfigError`` for a replaced parameter: nothing trains the new one."""
     if _ids(owners[0]) == owners[1]:
         return owners
     there = {id(parameter) for parameter in model.parameters()}
@@ -165,7 +168,7 @@ def refuse_replaced(owners: Owners, parameters: Mapping[str, nn.Parameter], mode
 
 
 def refuse_renamed(parameters: Mapping[str, nn.Parameter], model: nn.Module, where: str) -> None:
-    """Raise ``ConfigError`` for a parameter that has another name now: ``where`` saves and loads by name."""
+    """Raise ``ConfigError`` for a parameter with a new name, because ``where`` saves and loads by name."""
     now = {id(own): name for name, own in model.named_parameters()}
     renamed = [(name, now[id(own)]) for name, own in parameters.items() if now.get(id(own), name) != name]
     if renamed:
@@ -175,12 +178,12 @@ def refuse_renamed(parameters: Mapping[str, nn.Parameter], model: nn.Module, whe
 
 
 def _sample_of(value: torch.Tensor) -> torch.Tensor:
-    """A view of some numbers, one after the other in memory."""
+    """Return a view of values in the middle of a tensor, consecutive in memory."""
     number = min(_SAMPLE, value.numel())
     return value.as_strided((number,), (1,), value.storage_offset() + (value.numel() - number) // 2)
 
 
 def _checksum(value: torch.Tensor) -> int:
-    """A sum of the numbers' bits, the same in any order of summation."""
+    """Return a sum of the values' bits, which is the same for any order of summation."""
     flat = value.reshape(-1)
     return int(flat.view(_BITS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))

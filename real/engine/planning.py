@@ -1,7 +1,7 @@
 """Planning: the plan of a model's gradients, in the order in which they become ready.
 
-Before the first backward that is the reverse of the order in which parameters were
-registered; then it is rank 0's observed order, which all ranks plan by.
+Before the first backward, this is the reverse of the order in which parameters were registered. Afterwards, all ranks
+plan by the order that rank 0 has observed.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from real.engine.buckets import ModelBuffers, dense_strides
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
-_WIDTH, _FEW = 128, 10  # of matrices that are multiplied beside an all-reduce, and so many products are timed
+_WIDTH, _FEW = 128, 10  # width of the matrices that are multiplied, and number of products that are timed alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A strategy's progress on a model, as plain data. With the tensors it is all that another engine needs to go on."""
+    """A strategy's progress on a model, as plain data. With the tensors, another engine can continue from it."""
 
     state: State
     order: Mapping[str, int]
-    """Gradients in their order of readiness as far as it is known, with when each was final, in ns from the start of the backward."""
+    """Time at which each gradient was final, in ns since the backward's start, by name; in the order of readiness."""
     settled: bool = False
     """Whether the current plan was made from that order, and is final."""
     cost: Cost | None = None
@@ -89,14 +89,17 @@ class Planning:
         trained = self._parameters
         found = []
         for name, tensor in self._model.named_parameters():
-            strides = f", strides {dense_strides(tensor)}" if name in trained else ""  # which are the buckets'
+            strides = f", strides {dense_strides(tensor)}" if name in trained else ""  # which buckets depend on
             sparse = ", sparse gradients" if name in self.sparse else ""
             kind = "parameter" if name in trained else "frozen parameter"
             found.append(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}{strides}{sparse}")
         return found + self._buffer_lines()
 
     def take_buffers(self) -> None:
-        """Send or average the model's present buffers from now on. Raises ``ConfigError``, on every rank, if ranks have different ones."""
+        """Exchange the model's current buffers from now on.
+
+        Raises ``ConfigError`` on every rank if ranks have different ones.
+        """
         hint = 'let each rank have the same buffers, or set broadcast_buffers = false, with local steps buffers = "local"'
         agree_on(self._buffer_lines(), "the model", self._communicators, hint)
         self.buffers = ModelBuffers(self._model)
@@ -109,7 +112,7 @@ class Planning:
         return list(self._parameters)[::-1]
 
     def plan(self, order: Sequence[str]) -> Plan:
-        """The plan for gradients in this order."""
+        """Return the plan for gradients in this order."""
         gradients = [
             Gradient(
                 name=name,
@@ -157,10 +160,10 @@ class Planning:
 
 
 def measured_cost(communicators: Communicators) -> Cost:
-    """Cost of an all-reduce on communicator 0, from a small and a large one that are timed; rank 0's cost, on every rank.
+    """Return rank 0's cost of an all-reduce on communicator 0, measured with a small and a large one.
 
-    On a CPU, compute as long as the large one runs beside it. Together they take from once to twice as long as one, by which each is
-    taken to slow the other.
+    On a CPU, the large one is also timed together with matrix products that take as long. Together they take one to two
+    times as long as one of them; the excess is taken as the slowdown of each by the other.
     """
     device = communicators.device
     small, large = (torch.zeros(nbytes // 4, device=device) for nbytes in (_SMALL, _LARGE))
@@ -180,7 +183,7 @@ def measured_cost(communicators: Communicators) -> Cost:
 
 
 def _medians(communicators: Communicators, tensor: torch.Tensor | None, products: int = 0) -> tuple[float, float]:
-    """Medians of the nanoseconds to start an all-reduce of ``tensor``, and until it and ``products`` of small matrices have ended."""
+    """Return the median ns to start an all-reduce of ``tensor``, and until it and ``products`` matrix products end."""
     factor, starts, ends = torch.zeros(_WIDTH, _WIDTH), [], []
     for _ in range(_REPEATS):
         with host_reads():

@@ -1,7 +1,8 @@
-"""PlannedReducer: DistributedDataParallel over a model in place, whose buckets are those of a plan.
+"""PlannedReducer: a DistributedDataParallel with a plan's buckets, which does not wrap the model.
 
-torch's own Reducer finds out when a bucket's gradients are there, keeps ``.grad`` in the buckets' flat buffers, handles sparse gradients,
-strides, hooks of the script's own and unused parameters. A communication hook hands each bucket to the engine.
+torch's own Reducer detects when a bucket's gradients are ready, keeps ``.grad`` in the buckets' flat buffers, and
+handles sparse gradients, strides, the script's own hooks and unused parameters. A communication hook hands each
+bucket to the engine.
 """
 
 import re
@@ -19,7 +20,7 @@ from real.older_torch import without_first_sync
 
 
 class _Laid(Reducer):
-    """A Reducer that keeps the buckets it was made with: a plan has chosen them."""
+    """A Reducer that never rebuilds its buckets, because a plan has chosen them."""
 
     def _rebuild_buckets(self) -> bool:
         self._check_reducer_finalized()
@@ -27,11 +28,11 @@ class _Laid(Reducer):
 
 
 class PlannedReducer(DistributedDataParallel):
-    """A DistributedDataParallel beside the model, not around it: ``state_dict`` keys stay.
+    """A DistributedDataParallel that refers to the model but does not wrap it, so that ``state_dict`` keys stay.
 
     ``on_bucket`` is called for each bucket whose gradients are ready, in the plan's order on every rank, on the
-    backward's thread. A bucket's buffer is the same in every step. Nothing is exchanged or divided here but the flags of
-    unused parameters.
+    backward's thread. A bucket's buffer is the same in every step. This class divides nothing, and exchanges only the
+    flags of unused parameters.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class PlannedReducer(DistributedDataParallel):
         finds_unused: bool,
         on_bucket: Callable[[GradBucket], None],
     ) -> None:
-        self.__dict__["_laid_out"] = buckets, parameters, sparse  # which the base class asks for before modules may be set
+        self.__dict__["_laid_out"] = buckets, parameters, sparse  # the base class reads it before attributes may be set
         with without_first_sync(model) as given:
             super().__init__(model, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=finds_unused, **given)
         self.broadcast_buffers = False
-        self.require_backward_grad_sync = False  # a forward expects nothing yet: ``expect`` says which backward is exchanged
+        self.require_backward_grad_sync = False  # forwards prepare nothing: ``expect`` does, for a backward that is exchanged
 
         found: dict[int, torch.futures.Future[torch.Tensor]] = {}
 
@@ -57,19 +58,20 @@ class PlannedReducer(DistributedDataParallel):
             on_bucket(bucket)
             if (done := found.get(bucket.index())) is None:
                 buffer = bucket.buffer()
-                # A future takes results of devices that it knows.
+                # A future accepts results only on the devices that it was given.
                 devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
                 done = found[bucket.index()] = torch.futures.Future(devices=devices)
-                done.set_result(buffer)  # for good: what asked for the exchange waits for it
+                done.set_result(buffer)  # done at once, and reused: the engine waits for the exchange
             return done
 
         self.register_comm_hook(None, hear)
 
     def expect(self, nodes: Sequence[Any]) -> None:
-        """The backward under way is exchanged; ``nodes``: those of the parameters in their order, see ``nodes_of``.
+        """Prepare to exchange the current backward; ``nodes``: the parameters' nodes in order, see ``nodes_of``.
 
-        The Reducer takes all parameters for unused that cannot be reached from some tensors: views of those that the backward comes to. One
-        that comes to none (``torch.autograd.grad``) leaves nothing to exchange, and no parameter is unused.
+        The Reducer takes parameters for unused that cannot be reached from the tensors it is given: here, views of
+        those that the backward reaches. If it reaches none (``torch.autograd.grad``), nothing is exchanged; all
+        parameters are then given, so that none is unused.
         """
         parameters = [*self.__dict__["_laid_out"][1].values()] if self.find_unused_parameters else []
         used = [parameter for parameter, node in zip(parameters, nodes, strict=False) if leaves_gradients([node])]
@@ -78,7 +80,7 @@ class PlannedReducer(DistributedDataParallel):
 
     @property
     def missing(self) -> list[int] | None:
-        """Parameters that the last backward did not reach, numbered in the order of the buckets; none where it was whole."""
+        """Indices, in bucket order, of parameters that the last backward did not reach; None if it reached all."""
         try:
             self.reducer._check_reducer_finalized()  # noqa: SLF001  # the next forward of a DDP asks the same
         except RuntimeError as error:
@@ -92,7 +94,7 @@ class PlannedReducer(DistributedDataParallel):
             dist.all_reduce(self.reducer._get_local_used_map(), group=self.process_group)  # noqa: SLF001  # torch has no public name for it
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self.reducer._remove_autograd_hooks()  # noqa: SLF001  # torch has no public name for it
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -119,12 +121,12 @@ class PlannedReducer(DistributedDataParallel):
 
 
 def nodes_of(parameters: Collection[nn.Parameter]) -> list[Any]:
-    """Each parameter's autograd node that accumulates its gradient; the list keeps them alive."""
+    """Return each parameter's autograd node that accumulates its gradient; the list keeps them alive."""
     return [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
 
 
 def leaves_gradients(nodes: Collection[Any]) -> bool:
-    """Whether the backward under way leaves a gradient by any of these nodes; a ``torch.autograd.grad`` leaves none."""
+    """Whether the current backward leaves a gradient by any of these nodes; ``torch.autograd.grad`` leaves none."""
     try:
         return any(map(torch._C._will_engine_execute_node, nodes))  # noqa: SLF001  # as register_multi_grad_hook asks
     except RuntimeError:  # of a parameter whose gradient is returned

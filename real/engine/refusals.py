@@ -18,11 +18,11 @@ from real.engine.phase import Phase
 from real.engine.reducer import PlannedReducer
 
 WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DDP"})
-"""Classes of torch that exchange gradients or shard parameters by themselves; the last is the one of ``replicate``."""
+"""Names of torch's classes that exchange gradients or shard parameters by themselves; ``replicate`` makes a ``DDP``."""
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raise ``ConfigError`` for a model that is, or has in it, a wrapper of torch's: both would exchange gradients at the same time."""
+    """Raise ``ConfigError`` if the model is or holds one of torch's wrappers: both would exchange gradients."""
     for name, module in model.named_modules():
         if kind := _wrapper_of(module):
             _refuse_wrapper(kind, f"module {name}" if name else "the model")
@@ -32,7 +32,7 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Module | None, module: nn.Module | None = None) -> None:
-    """Raise ``ConfigError`` for one of torch's wrappers that holds one of the parameters, of its own or in ``module``."""
+    """Raise ``ConfigError`` if one of torch's wrappers, or a ``module`` given to it, holds any of the parameters."""
     if wrapper is None or isinstance(wrapper, PlannedReducer) or not (kind := _wrapper_of(wrapper)):
         return
     known = set(map(id, parameters))
@@ -41,7 +41,7 @@ def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Modu
 
 
 def _wrapper_of(module: nn.Module) -> str | None:
-    """The class of a wrapper of torch's, unless a job switches it off (``real.attach``)."""
+    """Return the name of torch's wrapper class; None for another module, or if ``real.attach`` has switched it off."""
     kind = _torch_class(module, WRAPPERS)
     return None if kind is not None and getattr(module, "exchanges_nothing", False) else kind
 
@@ -61,7 +61,10 @@ def _refuse_wrapper(kind: str, where: str) -> NoReturn:
 
 
 def refuse_optimizer(optimizer: object, what: Combination) -> None:
-    """Raise ``ConfigError`` for what is no optimizer whose steps can be heard, and for one that exchanges what the strategy exchanges."""
+    """Raise ``ConfigError`` if steps of ``optimizer`` cannot be followed, or conflict with the strategy.
+
+    A ZeroRedundancyOptimizer shares out updates by itself, and needs gradients that are averaged in every step.
+    """
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         why = "is no torch.optim.Optimizer, or does not call Optimizer.__init__: its steps are not heard"
@@ -78,9 +81,9 @@ def refuse_optimizer(optimizer: object, what: Combination) -> None:
 def refuse_other_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], model: nn.Module, *, is_averaged: bool
 ) -> None:
-    """Raise ``ConfigError`` where an optimizer that fleet was not given has stepped parameters that then differ by rank.
+    """Raise ``ConfigError`` if an optimizer that fleet was not given has made parameters differ between ranks.
 
-    ``is_averaged``: the gradients of ``parameters``, which fleet exchanges, are the same on all ranks now.
+    ``is_averaged``: whether the gradients of ``parameters``, which fleet exchanges, are now the same on all ranks.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None}
     strange = [name for name, own in model.named_parameters() if id(own) in held and name not in parameters]
@@ -102,14 +105,14 @@ def refuse_other_optimizer(
 
 
 def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
-    """Raise ``ConfigError`` for a trained embedding whose forward shortens the rows that it reads: each rank others."""
+    """Raise ``ConfigError`` for a trained embedding with ``max_norm``, whose forward shortens rows that it reads."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and module.weight.requires_grad:
             raise ConfigError(f"shortens its rows, {why}", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
 
 def refuse_untrainable(model: object) -> None:
-    """Raise ``ConfigError`` for what is no module, takes no hooks, has parameters without a shape, or has none that are trained."""
+    """Raise ``ConfigError`` for a model that is no module, is scripted, has lazy tensors, or has nothing to train."""
     where, kind = "fleet.distributed_model", type(model).__name__
     if not isinstance(model, nn.Module):
         raise ConfigError("is given what is no torch.nn.Module", where, kind, "give it the module whose forward the loop calls")
@@ -127,7 +130,7 @@ def refuse_untrainable(model: object) -> None:
 
 
 def refuse_model(model: nn.Module, device: torch.device, strategy: DistributedStrategy | None = None) -> None:
-    """Raise ``ConfigError`` for a model that an engine cannot train on this device; ``strategy``: under which DDP's engine trains it."""
+    """Raise ``ConfigError`` for a model that no engine can train on this device, or a ``strategy`` that shards."""
     if strategy is not None and strategy.sharding:
         hint = "write fleet's four lines into the script, or fully_shard itself"
         raise ConfigError("is executed in experiments, and in scripts with fleet's four lines", "strategy.sharding", "true", hint)
@@ -145,7 +148,7 @@ def refuse_graph_of_gradients(exchanges: bool) -> None:
 
 
 def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
-    """Raise ``ConfigError`` for a model that is not on one device, of the kind on which trainers meet."""
+    """Raise ``ConfigError`` for a model that is not on one device, of the type on which trainers communicate."""
     places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     hint = f"call model.to({device.type!r}) before fleet.distributed_model"
     if len(places) > 1:
@@ -155,7 +158,7 @@ def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
 
 
 def refuse_sparse(sparse: Collection[str], what: Combination) -> None:
-    """Raise ``ConfigError`` for parameters with sparse gradients that the strategy would gather in a flat buffer."""
+    """Raise ``ConfigError`` for sparse gradients that the strategy would gather in a flat buffer."""
     if sparse and what.is_local and (what.merges or what.fuses_update):
         hint = "build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops"
         where = f"parameters {', '.join(sorted(sparse)[:3])}"
@@ -163,7 +166,7 @@ def refuse_sparse(sparse: Collection[str], what: Combination) -> None:
 
 
 def one_number(loss: torch.Tensor | float) -> torch.Tensor:
-    """The loss that is reported, detached. Raises ``ConfigError`` for several numbers."""
+    """Return the reported loss, detached. Raises ``ConfigError`` unless it is a single number."""
     told = loss.detach() if isinstance(loss, torch.Tensor) else torch.as_tensor(loss, dtype=torch.float64, device="cpu")
     if told.numel() != 1:
         shown = f"a tensor of shape {list(told.shape)}"
@@ -172,7 +175,7 @@ def one_number(loss: torch.Tensor | float) -> torch.Tensor:
 
 
 def refuse_scaler(what: Combination) -> None:
-    """Raise ``ConfigError`` where a GradScaler of the script's own calls ``optimizer.step()``, and would not do what it does under DDP."""
+    """Raise ``ConfigError`` if the script's own GradScaler calls ``optimizer.step()`` and cannot work as under DDP."""
     if what.leaves_averages or not _is_stepped_by_scaler():
         return
     fields = "gradient_merge, amp, Local SGD or enable_backward_optimizer_op_deps = false"
@@ -182,10 +185,11 @@ def refuse_scaler(what: Combination) -> None:
 
 
 def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None:
-    """Raise ``ConfigError`` where a second backward before ``optimizer.step()`` cannot give DistributedDataParallel's gradients.
+    """Raise ``ConfigError`` if a second backward before ``optimizer.step()`` cannot give the same gradients as in DDP.
 
-    ``dropped``: the first one's gradients were thrown away. With gradients averaged over all trainers that is
-    everybody's decision; a trainer that is alone with its own would count fewer updates than the others.
+    ``is_attached``: whether fleet knows the optimizer. ``dropped``: whether the first backward's gradients were
+    cleared. If gradients are averaged, all trainers clear them alike; a trainer with gradients of its own would count
+    fewer updates.
     """
     inputs = "; gradients of inputs alone, as for adversarial examples, are torch.autograd.grad(loss, x) or loss.backward(inputs=[x])"
     accumulate = (
@@ -213,7 +217,7 @@ def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None
 
 
 def refuse_apart(places: Sequence[int]) -> None:
-    """Raise ``ConfigError``, on every rank, where trainers that average are at different places of their training."""
+    """Raise ``ConfigError`` on every rank unless ``places``, the ranks' progress as operation ids, are the same."""
     if len(set(places)) > 1:
         what = "trainers average after different steps, so that their parameters are mixed"
         told = f"operations {', '.join(map(str, places))} of ranks 0 to {len(places) - 1}"
@@ -222,7 +226,7 @@ def refuse_apart(places: Sequence[int]) -> None:
 
 
 def _is_stepped_by_scaler() -> bool:
-    """Whether torch's GradScaler, or a subclass, is among the callers; neither its unscaling nor its fused step leaves another trace."""
+    """Whether an enabled GradScaler is among the callers; unscaling and fused steps leave no other trace."""
     frame = inspect.currentframe()
     while frame is not None:
         scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == GradScaler.__module__ else None
@@ -233,7 +237,7 @@ def _is_stepped_by_scaler() -> bool:
 
 
 def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ``ConfigError`` where a model was moved or converted since its first parameter was of this type, on this device."""
+    """Raise ``ConfigError`` if the model was moved or converted since its first parameter had this type and device."""
     if first.dtype != dtype or first.device != device:
         what = "was moved or converted after it was distributed"
         hint = "call model.to(...) before fleet.distributed_model"
@@ -241,21 +245,21 @@ def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) 
 
 
 def refuse_unfinished(phase: Phase, rank: int) -> None:
-    """Raise ``ConfigError`` at a forward that comes in the middle of a backward."""
+    """Raise ``ConfigError`` if a forward begins in the middle of a backward."""
     if phase == Phase.BACKWARD:
         hint = "after an exception in a backward trainers are at different places: end the script, and go on from a checkpoint"
         raise ConfigError("the last backward did not come to its end", f"rank {rank}", hint=hint)
 
 
 def refuse_late() -> NoReturn:
-    """Raise ``ConfigError`` for a backward whose forward read parameters that were replaced since."""
+    """Raise ``ConfigError`` for a backward whose forward read parameters that have been replaced since."""
     what = "its forward read parameters that trainers have averaged or loaded anew since"
     hint = "call fleet.synchronize, fleet.end_epoch and loads before a step's forward, or after its optimizer.step()"
     raise ConfigError(what, "loss.backward()", hint=hint)
 
 
 def refuse_missing(reducer: PlannedReducer, plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ``ConfigError`` where a backward has not left a gradient for every parameter, and the Reducer waits for it."""
+    """Raise ``ConfigError`` if a backward has not left a gradient for every parameter, and the Reducer needs it."""
     if (missing := reducer.missing) is None:
         return
     names = [name for bucket in plan.buckets for name in bucket.gradients]
@@ -275,13 +279,13 @@ def _refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]
 
 
 def refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ``ConfigError`` where parameters were frozen of which each is to get a gradient."""
+    """Raise ``ConfigError`` if any of the parameters, all of which need a gradient, has been frozen."""
     if frozen := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad):
         _refuse_unused(frozen, parameters)
 
 
 def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
-    """Raise ``ConfigError`` where one of the parameters that were frozen when the model was distributed is trained now."""
+    """Raise ``ConfigError`` if a parameter that was frozen when the model was distributed now requires gradients."""
     if unfrozen := [name for name, parameter in frozen.items() if parameter.requires_grad]:
         what = "requires gradients (requires_grad = True) since fleet.distributed_model, and nobody averages them"
         hint = (
@@ -292,7 +296,7 @@ def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:
 
 
 def fields_of(what: Combination) -> str:
-    """The fields because of which an update is more than what optimizers make of gradients that are averaged in every step."""
+    """Return the fields by which an update is more than a step of optimizers on averaged gradients."""
     named = {
         "localsgd": what.is_local and what.adaptive is None,
         "adaptive_localsgd": what.adaptive is not None,
@@ -304,14 +308,15 @@ def fields_of(what: Combination) -> str:
 
 
 def given_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """The arguments of ``optimizer.step`` that are not None."""
+    """Return the arguments of ``optimizer.step`` that are not None."""
     return [item for item in (*arguments[1:], *named.values()) if item is not None]
 
 
 def refuse_arguments(given: Sequence[Any], what: Combination | None = None) -> None:
-    """Raise ``ConfigError`` for what ``optimizer.step`` is given, such as a closure, where the update begins before it, or elsewhere.
+    """Raise ``ConfigError`` for arguments of ``optimizer.step``, such as a closure, if they would come too late.
 
-    ``what``: none with parameter servers.
+    ``what``: None with parameter servers, which take the gradients when it is called. Otherwise the strategy may begin
+    the update before the call.
     """
     if what is None:
         why = "parameter servers take the gradients when it is called"
@@ -328,7 +333,7 @@ def refuse_arguments(given: Sequence[Any], what: Combination | None = None) -> N
 
 
 def refuse_update(phase: Phase, members: Sequence[nn.Parameter], model: nn.Module) -> None:
-    """Raise ``ConfigError`` where an optimizer's step would not be the strategy's update."""
+    """Raise ``ConfigError`` if an optimizer's step would not be the strategy's update."""
     if phase == Phase.KEPT:
         what = "the gradients are this trainer's alone: the last backward of this step was inside no_sync"
         hint = "leave fleet.no_sync() before the last backward of a step"
@@ -340,7 +345,7 @@ def refuse_update(phase: Phase, members: Sequence[nn.Parameter], model: nn.Modul
 
 
 def refuse_nonlinear(strategy: DistributedStrategy, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ConfigError`` where averages after every update would be no training of this optimizer's."""
+    """Raise ``ConfigError`` if averaging parameters after each update differs from a step on averaged gradients."""
     if strategy.needs_linear_optimizer and not isinstance(optimizer, torch.optim.SGD):
         what = "averaging parameters after every update (k_steps = 1) is not a step of averages for this optimizer"
         hint = 'use torch.optim.SGD, raise k_steps, or set optimizer_state = "average"'
@@ -348,7 +353,7 @@ def refuse_nonlinear(strategy: DistributedStrategy, optimizer: torch.optim.Optim
 
 
 def refuse_in_step(phase: Phase, where: str) -> None:
-    """Raise ``ConfigError`` for what belongs between two steps."""
+    """Raise ``ConfigError`` if ``where`` is called within a step rather than between two."""
     if phase != Phase.IDLE:
         way = "skip its backward, or run that inside fleet.no_sync() and clear the gradients"
         hint = f"call it after optimizer.step(); to leave a batch out, {way}"
@@ -356,7 +361,7 @@ def refuse_in_step(phase: Phase, where: str) -> None:
 
 
 def refuse_open(has_agreed: bool, merged: int, where: str) -> None:
-    """Raise ``ConfigError`` for what ends an engine in the middle of a round of local steps, or of a gradient merge."""
+    """Raise ``ConfigError`` if ``where`` is called in the middle of a round of local steps or of a gradient merge."""
     if not has_agreed:
         what, hint = "comes in the middle of a round of local steps", "call fleet.synchronize() on every trainer before it"
         raise ConfigError(what, where, hint=hint)
@@ -366,7 +371,7 @@ def refuse_open(has_agreed: bool, merged: int, where: str) -> None:
 
 
 def refuse_uneven(what: Combination, strategy: DistributedStrategy, where: str) -> None:
-    """Raise ``ConfigError`` where trainers without data could not take part in what the others exchange."""
+    """Raise ``ConfigError`` if trainers without data could not take part in the others' exchanges."""
     if not what.leaves_averages:
         why = "needs gradients that are averaged in every backward"
         hint = "give every trainer as many batches: DistributedSampler does so, with or without drop_last"

@@ -13,7 +13,7 @@ from real.communication.lanes import host_reads
 
 
 def refuse_unknown_sparse(name: str, gradient: torch.Tensor | None, sparse: Collection[str]) -> None:
-    """Raise ``ConfigError`` for a gradient that is sparse and was planned as dense, or the other way round."""
+    """Raise ``ConfigError`` for a sparse gradient that was planned as dense, or the other way round."""
     if gradient is not None and not gradient.is_sparse and name in sparse:
         hint = "a weight that a dense layer shares needs sparse=False"
         raise ConfigError("has a dense gradient, though its embedding is sparse", f"parameter {name}", hint=hint)
@@ -24,32 +24,32 @@ def refuse_unknown_sparse(name: str, gradient: torch.Tensor | None, sparse: Coll
 
 
 class SparseBucket:
-    """The gradient of one embedding: rows and their values, wherever they are.
+    """The sparse gradient of one embedding: row indices and row values.
 
-    ``pack`` takes the rows that this rank touched, an exchange puts those of all ranks into ``gathered``,
-    and ``finish`` makes these the gradient. What the exchange allocates on its lane stays until it
-    is replaced there, so that no other stream's memory is given away under it.
+    ``pack`` takes the rows that this rank touched, an exchange puts those of all ranks into ``gathered``, and
+    ``finish`` makes these the gradient. Tensors that the exchange allocates on its lane are kept until the lane
+    replaces them, so that their memory is not reused while another stream still reads it.
     """
 
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
         self.id = bucket.id
         (self.parameter,) = self.parameters = tuple(parameters)
         self.own = self._none()
-        """Indices ``(rows,)`` and values ``(rows, ...)`` of this rank, each row once."""
+        """Indices ``(rows,)`` and values ``(rows, ...)`` of this rank's rows, each row once."""
         self.gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Indices and values of all ranks, one rank after the other."""
+        """Indices and values of all ranks' rows, one rank after the other; None before the first exchange."""
         self.merged = 0
         self._sum: torch.Tensor | None = None
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Take the rows; a parameter that got no gradient has none."""
+        """Take this rank's rows; a parameter without a gradient has none."""
         gradient = self._gradient().coalesce()
         self.own = gradient.indices()[0], gradient.values()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make the gathered rows the gradient; those of one index add up."""
+        """Make the gathered rows the gradient, adding up those with the same index."""
         if self.gathered is not None:
             indices, values = self.gathered
             self.parameter.grad = self._of_rows(indices, values).coalesce()
@@ -63,27 +63,27 @@ class SparseBucket:
 
     @torch.no_grad()
     def release(self, divisor: int) -> None:
-        """Make the sum over ``divisor`` the gradient, and begin a new sum."""
+        """Make the sum divided by ``divisor`` the gradient, and begin a new sum."""
         assert self._sum is not None
         self.parameter.grad = self._sum.coalesce() / divisor
         self.drop()
 
     def drop(self) -> None:
-        """Begin a new sum."""
+        """Discard the sum, so that a new one begins."""
         self.merged, self._sum = 0, None
 
     @property
     def values(self) -> torch.Tensor:
-        """The gradient's numbers, after ``finish``."""
+        """The values of the gradient's rows, after ``finish``."""
         return self._gradient()._values()  # noqa: SLF001  # values() wants coalesced ones
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """The sum so far, sparse; none where it has not begun."""
+        """The sum so far, as one sparse tensor; empty if it has not begun."""
         return [self._sum] if self._sum is not None else []
 
     def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
-        """Go on with a sum of ``merged`` steps."""
+        """Continue from the sum of ``merged`` steps."""
         (self._sum,) = sums
         self.merged = merged
 
@@ -103,10 +103,10 @@ class SparseBucket:
 
 @torch.no_grad()
 def gather_rows(bucket: SparseBucket, operation: Operation, communicators: Communicators) -> int:
-    """Average a sparse gradient over all ranks: each gathers the rows of all. Runs on a lane; returns the bytes sent.
+    """Average a sparse gradient over all ranks by gathering all ranks' rows, on a lane; return the bytes sent.
 
-    Ranks touch different numbers of rows, which they tell each other first: the host reads these
-    numbers, on every backend.
+    Ranks touch different numbers of rows, so they exchange these numbers first; the host reads them, on every
+    backend.
     """
     indices, values = bucket.own
     trainers, number = communicators.trainers, operation.communicator

@@ -1,8 +1,7 @@
-"""Stopwatch: the parts of a rank's steps, measured by a clock's marks.
+"""Stopwatch: measures the parts of a rank's steps, by marks of a clock.
 
-Inside a step nothing is computed from the marks, because on a device that would wait for it: a
-step becomes a record once the device has passed its end, which is looked at when later steps
-begin, and waited for in ``finish``.
+Within a step nothing is computed from the marks, because the host would wait for the device. A step becomes a record
+after the device has passed its end: later steps check this when they begin, and ``finish`` waits for it.
 """
 
 import dataclasses
@@ -27,10 +26,10 @@ Stretch = tuple[Mark, Mark]
 
 
 class Queue:
-    """First in, first out, and ``depth`` under way at once: the others wait until one of those ends.
+    """First-in-first-out queue of collectives, of which ``depth`` run at once; computes when each one begins.
 
-    The backend says when a collective ended, and not when it began; but which of them begins then is
-    known: the one that was handed over ``depth`` places later. ``now_ns`` is the host's clock.
+    The backend reports when a collective ends, but not when it begins. When one ends, the one that was handed over
+    ``depth`` places later begins. ``now_ns`` reads the host's clock.
     """
 
     def __init__(self, depth: int, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -41,7 +40,7 @@ class Queue:
         self._ends_ns: list[int] = []
 
     def join(self) -> Callable[[], tuple[int, int]]:
-        """Count a collective handed over to the backend. Call the result when it ends, on any thread: it returns begin and end in ns."""
+        """Add a collective; return a function to call at its end, on any thread, which returns begin and end in ns."""
         with self._lock:
             handed_ns, frees_place = self._now_ns(), self._num_joined - self._depth
             self._num_joined += 1
@@ -53,7 +52,7 @@ class Queue:
                     begin_ns = handed_ns
                 elif frees_place < len(self._ends_ns):
                     begin_ns = max(handed_ns, self._ends_ns[frees_place])
-                else:  # the backend carries more than was thought
+                else:  # the backend carries more than ``depth``
                     begin_ns = now_ns
                 self._ends_ns.append(now_ns)
                 return begin_ns, now_ns
@@ -63,7 +62,7 @@ class Queue:
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way or not yet resolved; marks, none before their moment has come."""
+    """A step that is running or not resolved yet; each mark is None until its moment comes."""
 
     step: int
     start: Mark
@@ -74,7 +73,7 @@ class _Step:
     end: Mark | None = None
     arrival: Mark | None = None
     started: Mark | None = None
-    """Start of the exchange that the step waits for, if an earlier step started it."""
+    """Mark of the start of the exchange that the step waits for, if an earlier step started it."""
     stalls: list[Stretch] = field(default_factory=list)
     updates: list[Stretch] = field(default_factory=list)
     pauses: list[Stretch] = field(default_factory=list)
@@ -85,17 +84,17 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A finished step: its record on the raw clock, and the time in it that does not count."""
+    """A finished step: its record with times of the raw clock, and the ns within it that do not count."""
 
     record: StepRecord
     paused_ns: int
     started_ns: int | None = None
-    """Start of the exchange that the step waits for, in ns, if an earlier step started it."""
+    """Time in ns at which the exchange that the step waits for started, if an earlier step started it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedSpan:
-    """A stretch of a step, on the compute stream, on the host or on a communicator's stream; its ends are marks until they are resolved."""
+    """A span of a step on the compute stream, host or communicator; its ends are marks until resolved to ns."""
 
     step: int
     name: str
@@ -103,16 +102,16 @@ class TimedSpan:
     end_ns: Mark
     communicator: int | None = None
     is_host: bool = False
-    """Whether the span is work of the host within compute."""
+    """Whether the span is host work that falls within compute."""
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Keeps one record a step.
+    """Keeps one record per step.
 
-    ``begin_step`` closes the step before; ``finish`` closes the last one. The other methods are
-    called in the order of a step: forward, backward, stall, update, and with Local SGD the stall
-    after the update. ``steps`` and ``spans`` are complete after ``finish``.
+    ``begin_step`` ends the step before, and ``finish`` the last one. The other methods are called in the order of a
+    step: forward, backward, stall, update; with Local SGD, the stall follows the update. ``steps`` and ``spans`` are
+    complete after ``finish``.
     """
 
     rank: int
@@ -120,17 +119,17 @@ class Stopwatch:
     """Whether to keep records and spans; off in a user's own training, which may run for weeks."""
     clock: Clock = field(default_factory=Clock)
     fetch_every: int = 1
-    """Number of steps for which losses that are tensors stay on their device before they are read together."""
+    """Number of steps whose losses, if tensors, stay on their device until they are read together."""
     steps: list[TimedStep] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
     on_stall: Callable[[Mark, Mark], None] | None = None
-    """Called with begin and end of each stall."""
+    """Called with the marks of the begin and end of each stall."""
     _no_step: _Step = field(default_factory=lambda: _Step(0, 0))
-    """Stand-in for the current step before the first one and after ``finish``; it is in no record."""
+    """Stand-in for the current step before the first one and after ``finish``; never recorded."""
     _current: _Step = field(init=False)
     _mark: Mark = 0
     _flight: tuple[int, Mark] | None = None
-    """The step and the moment in which the last exchange of an average was started."""
+    """Step and mark of the start of the last exchange of an average; None before the first."""
     _local: str = "update"
     _closed: deque[_Step] = field(default_factory=deque)
     _stretches: deque[TimedSpan] = field(default_factory=deque)
@@ -140,7 +139,7 @@ class Stopwatch:
         self._current = self._no_step
 
     def begin_step(self, step: int) -> None:
-        """The forward of ``step`` starts, and the step before ends."""
+        """End the step before, and begin ``step`` as its forward starts."""
         now = self.clock.mark()
         self._close(now)
         self._current = _Step(step, now)
@@ -149,7 +148,7 @@ class Stopwatch:
         self._resolve(wait=False)
 
     def finish(self) -> None:
-        """The last step ends, with reading losses that are due; waits for the device."""
+        """End the last step, including the read of losses that are due, and resolve all marks; waits for the device."""
         self._close(self.clock.mark())
         self._current = self._no_step
         if self._is_due():
@@ -159,20 +158,20 @@ class Stopwatch:
         self._resolve(wait=True)
 
     def forward_ends(self) -> None:
-        """The model's output is there; where several forwards make a step, all before the last one's end counts as forward."""
+        """Mark the end of a forward; if a step has several, all time before the end of the last counts as forward."""
         self._current.last_forward_end = self.clock.mark()
 
     def now(self) -> Mark | None:
-        """A mark, where anything is remembered."""
+        """Return a mark; None if no spans are kept."""
         return self.clock.mark() if self._remembers else None
 
     def started(self, bucket: int, begin: Mark | None) -> None:
-        """Keep the span since ``begin`` in which the host packed a bucket and started its operations."""
+        """Keep the host's span since ``begin``, in which it packed a bucket and started its operations."""
         if self._remembers:
             self._stretches.append(TimedSpan(self._current.step, start_name(bucket), begin, self.now(), is_host=True))
 
     def backward_ends(self) -> None:
-        """The last gradient is there."""
+        """Mark the end of the backward's computation, when the last gradient is there."""
         step = self._current
         step.backward_end = self._mark = self.clock.mark()
         step.forward_end = step.last_forward_end
@@ -181,14 +180,14 @@ class Stopwatch:
             self._span("backward", step.forward_end, step.backward_end)
 
     def arrives(self, *, of_average: bool = False) -> None:
-        """The rank is ready for what is, so far, the step's last collective; one of an average may be waited for in a later step."""
+        """Mark the arrival at the step's last collective so far; ``of_average``: a later step may wait for it."""
         step = self._current
         step.arrival = self.clock.mark()
         if of_average:
             self._flight = step.step, step.arrival
 
     def stall_begins(self) -> None:
-        """A stall starts after the update: what lies between belongs to the update."""
+        """Begin a stall after the update; the time since the last mark belongs to the update."""
         self.update_ends()
         step = self._current
         step.arrival = self._mark = step.updates[-1][1]
@@ -197,52 +196,52 @@ class Stopwatch:
         self._local = "merge"
 
     def stall_ends(self) -> None:
-        """The last collective has ended."""
+        """End a stall, when the last collective has ended."""
         now = self.clock.mark()
         self._stalled(self._mark, now)
         self._mark = now
 
     def update_begins(self) -> None:
-        """The optimizer starts."""
+        """Begin the update, when the optimizer starts."""
         self._mark = self.clock.mark()
         self._local = "update"
 
     def update_ends(self) -> None:
-        """The parameters are those of the next step."""
+        """End the update, when the parameters are those of the next step."""
         now = self.clock.mark()
         self._current.updates.append((self._mark, now))
         self._span(self._local, self._mark, now)
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Count the time inside as a stall of the step under way, if there is one."""
+        """Count the time inside as a stall of the current step, if there is one."""
         begin = self.clock.mark()
         yield
         self._stalled(begin, self.clock.mark())
 
     def closes_round(self, local_steps: int) -> None:
-        """The step ends a round of so many steps."""
+        """Note that the step ends a round of ``local_steps`` steps."""
         self._current.local_steps = local_steps
 
     def sends(self, nbytes: int) -> None:
-        """A collective was started that sends so many bytes."""
+        """Add ``nbytes`` to the bytes that the step sends."""
         self._current.bytes_sent += nbytes
 
     def loss(self, value: float | torch.Tensor) -> None:
-        """The step's loss on this rank; a tensor of one element is copied on its device, and read later. Before any step it is dropped."""
+        """Keep the step's loss on this rank; a one-element tensor is copied on its device, and read later."""
         if self.keep:
             self._current.loss = value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else value
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time inside out of the step."""
+        """Exclude the time inside from the step."""
         begin = self.clock.mark()
         yield
         self._current.pauses.append((begin, self.clock.mark()))
 
     @contextmanager
     def collective(self, operation: Operation, step: int, kind: str | None = None) -> Iterator[None]:
-        """Times one collective, or the part ``kind`` of it; runs on its lane."""
+        """Time one collective, or its part ``kind``; runs on its lane."""
         begin = self.now()
         yield
         if begin is not None:
@@ -250,9 +249,9 @@ class Stopwatch:
             self._stretches.append(TimedSpan(step, name, begin, self.now(), operation.communicator))
 
     def handed_over(self, operation: Operation, step: int, queue_depth: int) -> Callable[[], None] | None:
-        """The backend is about to be handed a collective, of which a communicator carries so many at once.
+        """Add a collective to the queue of its communicator, which carries ``queue_depth`` at once.
 
-        What is returned is to be called as the collective ends, on any thread; none where nothing is remembered.
+        Returns a function to call when the collective ends, on any thread; None if no spans are kept.
         """
         if not self._remembers:
             return None
@@ -291,16 +290,16 @@ class Stopwatch:
                 step.loss = value
 
     def _resolve(self, *, wait: bool) -> None:
-        """Make records and spans of what the device has passed; ``wait``: of everything."""
+        """Turn the marks that the device has passed into records and spans; ``wait``: wait for all marks."""
         while self._closed and not isinstance(self._closed[0].loss, torch.Tensor) and (wait or self.clock.passed(self._closed[0].end)):
             self.steps.append(self._timed(self._closed.popleft()))
-        while self._stretches and (wait or self.clock.passed(self._stretches[0].end_ns)):  # lanes append from threads of theirs
+        while self._stretches and (wait or self.clock.passed(self._stretches[0].end_ns)):  # lanes append from their own threads
             span = self._stretches.popleft()
             begin, end = self.clock.resolve([span.start_ns, span.end_ns])
             self.spans.append(dataclasses.replace(span, start_ns=begin, end_ns=end))
 
     def _timed(self, step: _Step) -> TimedStep:
-        """All marks of a step are resolved at once, on one scale."""
+        """Return a step with its times, after resolving all of its marks at once, on one scale."""
         stretches = [*step.stalls, *step.updates, *step.pauses]
         told = [step.start if mark is None else mark for mark in (step.arrival, step.started)]
         marks = [step.start, step.forward_end, step.backward_end, step.end, *told, *itertools.chain.from_iterable(stretches)]
@@ -327,10 +326,10 @@ class Stopwatch:
 
 
 def _length(stretches: Iterable[tuple[int, int]]) -> int:
-    """Nanoseconds in all."""
+    """Return the total length of the stretches in ns."""
     return sum(end - begin for begin, end in stretches)
 
 
 def _overlap(stretches: list[tuple[int, int]], begin: int, end: int) -> int:
-    """Nanoseconds of them between two moments: a stall lies there where an exchange came to its end, and was done again."""
+    """Return how many ns of ``stretches`` lie between two moments; a repeated exchange stalls within compute."""
     return sum(max(0, min(there, end) - max(here, begin)) for here, there in stretches)

@@ -1,8 +1,8 @@
 """Uneven inputs: trainers without data take part, with zeros, in the exchanges of trainers that have more.
 
-torch's ``Join`` finds out which trainers have data. Such a trainer tells the others what it exchanges next: a model's
+torch's ``Join`` detects which trainers have data. A trainer that has data announces what it exchanges next: a model's
 buffers, before a forward, or its gradients, in a backward. Evaluations, backwards inside ``no_sync`` and several
-backwards before a step therefore need no rule of their own.
+backwards before a step therefore need no special rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from real.engine.fleet_engine import FleetEngine
 
 
 class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
-    """Models that trainers train on unequally many batches.
+    """Models that trainers train on different numbers of batches.
 
     Every trainer enters and leaves ``joined`` at the same place of its script.
     """
@@ -34,21 +34,21 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
 
     @property
     def join_device(self) -> torch.device:
-        """See ``Joinable``."""
+        """Device of the messages of torch's ``Join``."""
         return self._communicators.device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """See ``Joinable``."""
+        """Process group of the messages of torch's ``Join``."""
         return self._communicators.uneven
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """See ``Joinable``."""
+        """Return the hook by which torch's ``Join`` lets a trainer without data take part."""
         return _Shadow(self)
 
     @contextmanager
     def joined(self, where: str, *, throws: bool) -> Iterator[None]:
-        """Trainers may end this with unequally many steps; then all have the model of the last one."""
+        """Let trainers take different numbers of steps inside; at the end, all get the model of the last to step."""
         for engine in self._engines:
             engine.begin_uneven(where)
         for index, engine in enumerate(self._engines):
@@ -62,7 +62,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
                 engine.announce = engine.executor.buffers_from = None
 
     def _announce(self, what: int) -> None:
-        """Tell trainers without data the number of the next exchange."""
+        """Announce the next exchange to trainers without data: 2 x the model's index, plus 1 for its buffers."""
         if what % 2 == 0 and any(engine.is_exchanging for engine in self._engines):
             why = "passes through several models, whose gradients are ready in turns, and trainers without data could not follow"
             hint = "give every model a loss of its own, or every trainer as many batches"
@@ -76,7 +76,7 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
         return self.largest(self._communicators.rank)
 
     def shadow(self) -> None:
-        """Take part in the next exchange of the trainers that have data, on one without."""
+        """Take part, as a trainer without data, in the next exchange of the trainers that have data."""
         engine, is_buffers = self._engines[(told := self.largest(-1)) // 2], told % 2 == 1
         if is_buffers:
             engine.executor.send_buffers(self.largest(-1))
@@ -84,13 +84,13 @@ class UnevenInputs(Joinable):  # type: ignore[misc]  # torch's, untyped
             engine.shadow_backward()
 
     def take_last(self, *, is_last: bool) -> None:
-        """Take model and training state of the last trainer that had data, of several the one with the largest rank."""
+        """Take model and training state of the last trainer with data; of several, of the one with the largest rank."""
         source = self.largest(self._communicators.rank if is_last else -1)
         for engine in self._engines:
             engine.end_uneven(source)
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
         return self._communicators.largest(number)
 
 

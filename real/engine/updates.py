@@ -28,15 +28,14 @@ from real.engine.stopwatch import Stopwatch
 
 
 class Updates:
-    """The optimizers of one model, in the order in which fleet was given them; tells the executor of their steps.
+    """Follows the steps of one model's optimizers, and reports them to the executor.
 
-    An update is ``waiting`` from a backward's end until the first of them steps, ``begun`` until each has
-    stepped once, and over then. Where gradients are averages, an update is what the loop makes of them until
-    its next forward, by some of the optimizers or by hand. A step within a step of the same optimizer, as a
-    subclass calls its base's, does not count; a step that raises ends there.
+    An update waits from a backward's end until the first optimizer steps, has begun until each has stepped once, and is
+    over then. If gradients are averages, an update is whatever the loop does with them until its next forward, by some
+    of the optimizers or by hand. A step nested in a step of the same optimizer, as when a subclass calls its base's,
+    does not count. A step that raises ends there.
 
-    Raises ``ConfigError`` for a step that is not what it is under DistributedDataParallel, or not the
-    strategy's update.
+    Raises ``ConfigError`` for a step that would differ from DistributedDataParallel's, or is not the strategy's update.
     """
 
     def __init__(
@@ -49,7 +48,11 @@ class Updates:
         rests: Callable[[Optimizer], bool],
         ends: Callable[[], None],
     ) -> None:
-        """``executor`` and ``phase``: the engine's now; ``rests``: a step is none of this model's; ``ends``: an update is over."""
+        """Follow no optimizer yet.
+
+        ``executor`` and ``phase`` return the engine's current ones. ``rests`` returns whether an optimizer's step
+        does not concern this model. ``ends`` is called when an update is over.
+        """
         self.optimizers: list[Optimizer] = []
         self._model, self._parameters = model, parameters
         self._members = list(parameters.values())
@@ -61,10 +64,10 @@ class Updates:
         """The attached optimizers that have stepped since the last backward."""
         self._averaged = Averaged()
         self._running: dict[int, FrameType] = {}
-        """Torch's frame around each step that is under way or has raised, by the optimizer's id."""
+        """Frame of torch's function around each step that is running or has raised, by the optimizer's id."""
         self._num_steps = 0
         self._others: dict[int, int] = {}
-        """Ids of other optimizers whose step is under way, with the number of attached optimizers' steps before it."""
+        """Number of attached optimizers' steps before each running step of another optimizer, by that one's id."""
         self._handles: list[RemovableHandle] = []
 
     def hear_others(self) -> list[RemovableHandle]:
@@ -75,7 +78,7 @@ class Updates:
         ]
 
     def joined_by(self, optimizer: Optimizer) -> list[Optimizer]:
-        """The optimizers with this one, which takes the place of those that hold some of its parameters."""
+        """Return the optimizers including this one, which replaces those that hold some of its parameters."""
         held = {*map(id, parameters_of([optimizer]))}
         stay = [one for one in self.optimizers if held.isdisjoint(map(id, parameters_of([one]))) and one is not optimizer]
         place = next((number for number, one in enumerate(self.optimizers) if one not in stay), len(stay))
@@ -91,11 +94,11 @@ class Updates:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some optimizers have stepped since the last backward, and others have not yet."""
+        """Whether an update has begun and is not over."""
         return self._has_begun
 
     def begin(self) -> None:
-        """Begin a step, in which no optimizer has stepped."""
+        """Begin a step, in which no optimizer has stepped yet."""
         self._has_begun = False
         self._stepped.clear()
 
@@ -106,13 +109,13 @@ class Updates:
             self._averaged.note(self._members)
 
     def end_open(self) -> None:
-        """End an update that not all optimizers have had a part in: what comes now belongs to no step, or the next."""
+        """End an update in which only some optimizers have stepped, because what follows does not belong to it."""
         if self._phase() != Phase.UPDATE:
             return
         if not self._what.leaves_averages:
             self.refuse_partial()
         elif self._has_begun or not self.optimizers:
-            running = [one for one in self.optimizers if self._is_running(one)]  # whose closure comes here
+            running = [one for one in self.optimizers if self._is_running(one)]  # a closure of theirs has called this
             for one in running:
                 self._executor().end_update(one)
             self._update_begins()
@@ -121,7 +124,7 @@ class Updates:
                 self._executor().begin_update(one)
 
     def refuse_partial(self, again: Optimizer | None = None) -> None:
-        """Raise ``ConfigError`` where some optimizers have stepped, and all must; ``again``: where this one has."""
+        """Raise ``ConfigError`` if only some optimizers have stepped, but all must; ``again``: only if this one has."""
         if not self._stepped or self._what.leaves_averages or not (again is None or _is_in(again, self._stepped)):
             return
         number, one = next((number, one) for number, one in enumerate(self.optimizers, 1) if not _is_in(one, self._stepped))
@@ -166,7 +169,7 @@ class Updates:
             self._ends()
 
     def _refuse_unready(self) -> None:
-        """Raise ``ConfigError`` unless gradients are the strategy's, or still the averages of the last update."""
+        """Raise ``ConfigError`` unless ``.grad`` is ready for the strategy's update, or holds the last averages."""
         phase = self._phase()
         if phase != Phase.UPDATE and not (
             phase not in (Phase.KEPT, Phase.BACKWARD) and self._what.leaves_averages and self._averaged.has(self._members)
@@ -178,7 +181,7 @@ class Updates:
             self._others.setdefault(id(optimizer), self._num_steps)
 
     def _any_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer that fleet was not given has stepped; one that only wraps an attached optimizer does not count."""
+        """Handle a step of an optimizer that fleet was not given, unless it only wraps an attached optimizer."""
         if self._others.pop(id(optimizer), None) != self._num_steps:
             return
         what = self._what
@@ -193,7 +196,7 @@ class Updates:
         self._has_begun = True
 
     def _is_running(self, optimizer: Optimizer) -> bool:
-        """Whether a step of the optimizer is under way; a step that has raised is not."""
+        """Whether a step of the optimizer is running; a step that has raised is not."""
         wanted = self._running.get(id(optimizer))
         frame = inspect.currentframe() if wanted is not None else None
         while frame is not None:
@@ -205,7 +208,7 @@ class Updates:
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """All parameters of the optimizers' groups."""
+    """Return all parameters of the optimizers' groups."""
     return [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
 
 
@@ -214,7 +217,7 @@ def _is_in(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> bool:
 
 
 def _caller() -> FrameType:
-    """The frame that called the caller: torch's, around a step."""
+    """Return the frame that called this function's caller: torch's function around a step."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None

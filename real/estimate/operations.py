@@ -1,7 +1,7 @@
 """Operations: the compute and memory traffic of a step, counted on tensors with shapes and no data.
 
-The tensors are on the CPU, so differences of CUDA are corrected here: attention stays one kernel with
-dropout, and operations that CUDA's autocast computes in float32 move as many more bytes.
+The tensors are on the CPU, so differences of CUDA are corrected here. For example, attention with dropout
+stays one kernel, and operations that CUDA's autocast computes in float32 move more bytes.
 """
 
 import dataclasses
@@ -25,41 +25,41 @@ Kind = Literal["matmul", "convolution", "attention", "fused_attention", "memory"
 
 _KINDS: dict[str, Kind] = {"convolution": "convolution", "convolution_backward": "convolution", "bmm": "attention", "baddbmm": "attention"}
 _ROWS = ("embedding", "index_select", "gather", "index", "_embedding_bag")
-"""Operations that read as much as they write, however large the table is."""
+"""Operations that read as many bytes as they write, however large their table is."""
 _NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "scalar_tensor", "_local_scalar_dense")
 _TWICE = ("native_batch_norm", "native_batch_norm_backward")
-"""Operations that read their inputs twice: once for sums over the batch, and once more."""
+"""Operations that read their inputs twice: once to sum over the batch, and once to compute the result."""
 _IN_FLOAT32 = ("native_layer_norm", "_softmax", "_log_softmax")
-"""Operations that CUDA's autocast computes in float32, as far as they matter (torch's documentation, "CUDA
-Ops that can autocast to float32")."""
+"""Operations that CUDA's autocast computes in float32, as far as they matter here (torch's documentation,
+"CUDA Ops that can autocast to float32")."""
 _WIDENED = 3
-"""Factor on their bytes: a half is read, widened, and read and written as float32, compared with read and
-written."""
+"""Factor on the bytes of ``_IN_FLOAT32``: a half is read, widened, and read and written as float32, not only
+read and written."""
 
 _UNALIGNED = 1.5
 """Factor on the FLOPs of a matrix product whose rows do not all begin at multiples of 16 bytes, such as one
-with 50,257 words: its slower kernels take half the rate in TF32 on an H200 (``reports/estimate``)."""
+for a vocabulary of 50,257 words. Its kernels reach half the rate in TF32 on an H200 (``reports/estimate``)."""
 _NARROW_NORM = 4
-"""Factor on the bytes of a batch norm of bfloat16 with channels first, which cuDNN does not compute (the same
-report)."""
+"""Factor on the bytes of a batch norm of bfloat16 with channels first, which cuDNN does not compute
+(``reports/estimate``)."""
 
 _TRANSPOSED = 3
-"""Factor on the bytes of tensor cores' convolutions with channels first: they need channels last (cuDNN's
+"""Factor on the bytes of 16-bit convolutions with channels first. Tensor cores need channels last (cuDNN's
 documentation), so tensors are written and read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One kernel."""
+    """One operation of a step: a kernel on the GPU."""
 
     kind: Kind
     flops: int
     nbytes: int
     """Bytes that it reads and writes."""
     dtype: torch.dtype
-    """Type of its numbers."""
+    """Type of its elements."""
     model_flops: int = 0
-    """FLOPs that the model asks for: all of causal attention, and no additional FLOPs of slower kernels."""
+    """FLOPs by the model's definition: causal attention counts in full, and slower kernels add nothing."""
 
 
 class Recorder(Clock):
@@ -100,9 +100,9 @@ def nothing_computed() -> FakeTensorMode:
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Dropout as one kernel, and as part of fused attention's.
+    """Makes dropout one kernel, or a part of fused attention's, as on CUDA.
 
-    On a CPU it would be three kernels, and attention with it would be computed matrix by matrix.
+    On a CPU, dropout would be three kernels, and attention with dropout would be computed matrix by matrix.
     """
 
     # torch's signature

@@ -1,8 +1,8 @@
-"""A user's script up to its first update: it builds the model and reads data, but its step computes nothing.
+"""Estimate of a user's script: it builds the model and reads data, but its step computes nothing.
 
-The script runs in a process of its own, with ``python``. From the model's first forward to
-``optimizer.step()``, tensors have no data. Code that needs their values, such as ``loss.item()``, makes the
-estimate fail with an error.
+The script runs in a process of its own, with ``python``, up to its first update. From the model's first
+forward to ``optimizer.step()``, tensors have no data. Code that needs their values, such as ``loss.item()``,
+makes the estimate fail with an error.
 """
 
 import dataclasses
@@ -61,10 +61,10 @@ def estimate_script(base: Experiment, command: Sequence[str], gpu: str, *, tf32:
 
 
 class _Script:
-    """The estimate in the script's process.
+    """Estimates a script's step inside the script's process.
 
-    Its calls: ``distributed_model`` -> the first forward -> ``backward`` -> the optimizer's ``step``, which
-    ends it.
+    Life cycle: the script's calls of ``distributed_model`` -> the first forward -> ``backward`` -> the
+    optimizer's ``step``, which ends the process.
     """
 
     def __init__(self, gpu: str, result: str, *, tf32: bool) -> None:
@@ -75,7 +75,7 @@ class _Script:
         self.batch_size: int | None = None
 
     def install(self) -> None:
-        """Replace ``fleet``'s methods and ``backward``."""
+        """Replace the methods of ``Fleet``, and ``torch.autograd.backward``."""
         import torch
 
         from real.fleet import Fleet
@@ -100,7 +100,7 @@ class _Script:
         torch.autograd.backward = backward
 
     def hook(self, model: Any) -> Any:
-        """Start the estimate with the model's first forward."""
+        """Hook the model: the estimate starts with its first forward in training."""
         from real.estimate.operations import nothing_computed
         from real.estimate.step import StepEstimate
 
@@ -125,7 +125,7 @@ class _Script:
         return model
 
     def end_with(self, optimizer: Any) -> Any:
-        """End the script with the optimizer's first step."""
+        """Make the optimizer's first step write the result and end the script."""
         plain_step = optimizer.step
 
         def step(*_: Any, **__: Any) -> NoReturn:
@@ -141,16 +141,16 @@ class _Script:
         return optimizer
 
     def write(self, found: dict[str, Any]) -> None:
-        """Write the result for the command."""
+        """Write the result for the process that started the script."""
         self._result.write_text(json.dumps(found), encoding="utf-8")
 
 
 def main() -> None:
-    """Run the script with its arguments, which follow the order."""
+    """Run the script. The process's arguments are the order as JSON, the script's path, and its arguments."""
     script = _Script(**json.loads(sys.argv[1]))
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    # torch.autocast would be off, and types would be wrong
+    # torch.autocast only warns before it switches itself off, and types would be wrong
     warnings.filterwarnings("error", message=".*device_type of 'cuda'.*")
     script.install()
     try:

@@ -56,32 +56,32 @@ class Efficiencies:
     launch_s: float = 25.9e-6
     """Shortest time of an operation in seconds."""
     balance: float = 0.234
-    """Power with which tensor cores' shares fall with FLOP/s per byte/s, relative to an A100's fp16;
-    ``vector`` is their maximum."""
+    """Exponent of the fall of tensor cores' shares with the GPU's FLOP/s per byte/s, relative to an A100's in
+    fp16. No share exceeds ``vector``."""
 
 
 FITTED = Efficiencies()
 HALF_WIDTH = 0.3
-"""Half the relative width of a step's interval on GPUs with published runs: 60 of 65 are inside, each left
-out of the fit with its model and GPU. On an H200, for predictions sealed before the measurement, 8 of 10 were
-within 25 %."""
+"""Half the relative width of a step's interval on GPUs with published runs. 60 of 65 runs are inside, each
+predicted by a fit without its model and GPU. On an H200, 8 of 10 predictions that were sealed before the
+measurement were within 25 %."""
 HALF_WIDTHS = {"V100": 0.25, "A100": 0.25, "A100-40GB": 0.25, "H100": HALF_WIDTH, "H200": HALF_WIDTH, "B200": HALF_WIDTH}
 """Half-widths by GPU; 40 of 44 published runs on V100 and A100 are inside theirs."""
 _UNSEEN = 0.5
-"""Half-width for GPUs without any compared run: a choice."""
+"""Half-width for GPUs without any published run; it is chosen, not fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """One GPU, for which the times of compute and of memory traffic add up.
+    """Times of operations on one GPU: the sum of compute and memory traffic.
 
-    Kernels overlap the two only in part.
+    They add up because kernels overlap the two only in part.
     """
 
     gpu: Gpu
     tf32: bool = False
-    """Whether float32 products use tensor cores, too. Convolutions do if the GPU can
-    (``torch.backends.cudnn.allow_tf32``)."""
+    """Whether float32 products use tensor cores. Convolutions do so in any case if the GPU can and
+    ``torch.backends.cudnn.allow_tf32`` is set."""
     efficiencies: Efficiencies = FITTED
 
     def seconds(self, operation: Operation) -> float:
@@ -111,13 +111,14 @@ class Roofline:
 
 
 class StepEstimate:
-    """One step of a model.
+    """Estimate of one step of a model.
 
-    The forward runs inside ``forward``; then come ``backward_ends`` and ``update``, in this order.
+    Life cycle: inside ``recorder``, the forward (in the context ``forward``), the backward and
+    ``backward_ends``; then ``update`` and ``profile``.
     """
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy, gpu: str, *, tf32: bool) -> None:
-        """Raises ``ConfigError`` for a step that cannot be estimated."""
+        """Prepare and hook the model. Raises ``ConfigError`` for a step that cannot be estimated."""
         self._gpu: Gpu = gpu_named(gpu, "--gpu")
         self._name, self._tf32, self._strategy, self._model = gpu_name(gpu, "--gpu"), tf32, strategy, model
         self._refuse()
@@ -151,16 +152,16 @@ class StepEstimate:
         self._clock.detach()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer create its state; the time of its step follows from the state's bytes."""
+        """Let the optimizer create its state, and compute the time of its step from the bytes that it moves."""
         optimizer.step()
         self._memory = memory_bytes(self._model, optimizer, sum(self.forward.by_name.values()))
         moved = (5 if self._strategy.scales_loss else 3) * self._memory["gradients"] + 2 * self._memory["optimizer_state"]
         self._update_ns = round(1e9 * self._roofline.update_s(moved))
 
     def _uneven_vocabularies(self) -> list[str]:
-        """Return warnings of products with as many columns as an embedding has words.
+        """Return a warning for each output layer whose vocabulary is not a multiple of 8.
 
-        In 16 bits, the rows of such a product are not aligned to 16 bytes.
+        In 16 bits, the rows of its product are not aligned to 16 bytes.
         """
         modules, half = list(self._model.modules()), self._strategy.amp
         ends = {each.out_features for each in modules if isinstance(each, nn.Linear) and (half or each.weight.dtype.itemsize == 2)}
@@ -169,7 +170,7 @@ class StepEstimate:
         return [slower.format(size, -(-size // 8) * 8, -(-size // 64) * 64) for size in sizes if size % 8]
 
     def _model_flops(self) -> ModelFlops | None:
-        """Return FLOPs of forward and backward without recompute; ``None`` for a model without products."""
+        """Return the FLOPs of forward and backward without recompute; ``None`` for a model without products."""
         forward = [one for one in self.recorder.operations[: self._clock.forward_end] if one.model_flops]
         peaks = {self._gpu.flops_s[precision]: precision for precision in map(self._roofline.precision, forward)}
         if not peaks:
@@ -177,7 +178,7 @@ class StepEstimate:
         return ModelFlops(per_step=3.0 * sum(one.model_flops for one in forward), peak_s=max(peaks), precision=peaks[max(peaks)])
 
     def profile(self, key: str) -> Profile:
-        """Return the profile: the table under ``key``, and the memory."""
+        """Return the estimated profile, with the layer table under ``key`` and the memory."""
         last, end = self.recorder.resolve([self._clock.forward_end, self._end])
         buffers = ModelBuffers(self._model)
         part = Measured(
@@ -208,7 +209,7 @@ def half_width(gpu: str) -> float:
 
 
 def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile:
-    """Return the profile of ``experiment``, a registry model, on ``gpu``, under its key.
+    """Return the estimated profile of ``experiment``, a registry model's, on ``gpu``, under its key.
 
     Raises ``ConfigError`` if it cannot be estimated.
     """
@@ -234,7 +235,7 @@ def estimate(experiment: Experiment, gpu: str, *, tf32: bool = False) -> Profile
 
 
 def estimated(experiment: Experiment, gpu: str, root: Path, *, tf32: bool = False) -> Experiment:
-    """Return the experiment that names its estimated profile, created below ``root`` if it is missing."""
+    """Return the experiment with its estimated profile, a file below ``root`` that is created if it is missing."""
     version = hashlib.sha256(repr((FITTED, half_width(gpu), gpu_named(gpu, "--gpu"), tf32)).encode()).hexdigest()[:8]
     path = (root / "estimates" / f"{experiment.workload.model}-{gpu}-{compute_key(experiment)}-{version}.toml").resolve()
     if not path.exists():

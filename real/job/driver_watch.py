@@ -1,4 +1,4 @@
-"""End of a rank of a user's script: with its driver, after its last leg, or by an error sent to the driver.
+"""How a rank of a user's script ends: with its driver, after its last leg, or by an error that it reports.
 
 A daemon thread watches the job's folder, because the rank itself may hang in a collective, and because its
 launcher (torchrun, srun) need not forward a signal.
@@ -34,14 +34,11 @@ class Watch:
         self._seen_s = time.monotonic()
 
     def must_end(self) -> bool:
-        """Whether the driver says so, or is gone."""
+        """Whether this rank must end, because the driver says so or is gone."""
         return self._folder.is_aborted() or not self.driver_lives()
 
     def driver_lives(self) -> bool:
-        """Whether the driver's process exists.
-
-        On another host, whether the file that it changes still changes.
-        """
+        """Whether the driver's process exists or, for a driver on another host, still rewrites its file."""
         if self._is_near:
             return self._driver.lives()
         with contextlib.suppress(OSError):
@@ -57,7 +54,7 @@ def watch_driver(rank: int) -> None:
     Raises ``ConfigError`` if ``FLEETBENCH_TUNING`` names no job's folder.
     """
     folder = RankSide.of_environment()
-    BeatWriter(folder.beats, rank).beat(-1, 0)  # so that a rank that never comes is told from those that wait for it
+    BeatWriter(folder.beats, rank).beat(-1, 0)  # distinguishes a rank that never comes from those that wait for it
     watch = Watch(folder)
 
     def report(error: BaseException) -> None:
@@ -76,7 +73,7 @@ def watch_driver(rank: int) -> None:
 
 
 def end_script(grace_s: float = GRACE_S) -> NoReturn:
-    """Raise ``SystemExit`` after a script's last leg: its exit code is 0 even if it resists.
+    """Raise ``SystemExit`` after a script's last leg, so that the process ends with exit code 0.
 
     ``except Exception`` does not catch it, and the user's own ``finally`` blocks run; the process group stays
     until exit, because they may use it. A process that still runs after the grace period (a bare ``except:``

@@ -1,4 +1,4 @@
-"""Facts about a script, as far as a plan, a simulation and a verdict need them."""
+"""Facts about a user's script that planning, simulation and the verdict need."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 MODEL = "script:"
-"""Prefix of the model name of such a workload."""
+"""Prefix of the model name of a script's workload."""
 _LEAST_LR = 1e-12
 """Smallest learning rate: it replaces 0, with which a schedule may begin but which no workload accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Config):
-    """Facts from rank 0, after a few steps under the script's own strategy."""
+    """Facts about a script, collected on rank 0 after a few steps under the script's own strategy."""
 
     trainers: int
     trainers_per_node: int
     backend: Literal["gloo", "nccl"]
     device: Literal["cpu", "cuda"]
     strategy: DistributedStrategy
-    """Strategy that it passes to ``fleet.init``."""
+    """Strategy that the script passes to ``fleet.init``."""
     optimizer: str
     """Name of the optimizer's class."""
     lr: float
@@ -39,15 +39,15 @@ class Facts(Config):
     dtype: str
     """Type of the first trained parameter."""
     batch_size: int | None = None
-    """First dimension of the model's first input; none if the model gets no tensor."""
+    """First dimension of the model's first input; ``None`` if the model gets no tensor."""
     reports_loss: bool = False
-    """Whether it calls ``fleet.report``."""
+    """Whether the script calls ``fleet.report``."""
     notes: tuple[str, ...] = ()
     """Notes about the script."""
 
 
 def facts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **known: Any) -> Facts:
-    """Return what a script trains. ``known`` has the other fields."""
+    """Return the facts about a script's model and optimizer; ``known`` has the other fields."""
     group, first = optimizer.param_groups[0], next(parameter for parameter in model.parameters() if parameter.requires_grad)
     return Facts(
         optimizer=type(optimizer).__name__,
@@ -67,7 +67,7 @@ def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"
 
 
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
-    """Return a script's experiment: tuning, target and links of ``base``, workload and cluster as found."""
+    """Return a script's experiment: tuning, target and links of ``base``, workload and cluster of ``facts``."""
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
     cluster = Cluster(nodes=1 if rest else nodes, trainers_per_node=facts.trainers if rest else facts.trainers_per_node)
     workload = replace(

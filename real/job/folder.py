@@ -136,7 +136,7 @@ class DriverSide(JobFolder):
         write_json(self.path / "driver.json", encode(Place.here()))  # at which other ranks know the launch
 
     def show_life(self) -> None:
-        """Show ranks on other hosts that the driver lives, by a number that changes until the launch ends."""
+        """Show ranks on other hosts that the driver lives, by a number in a file that changes until the launch ends."""
 
         def run() -> None:
             for number in itertools.count():
@@ -149,7 +149,7 @@ class DriverSide(JobFolder):
         threading.Thread(target=run, name="driver-beat", daemon=True).start()
 
     def order(self, number: int, leg: Any) -> None:
-        """Order a leg or a look, a ``Config``, as number ``number``."""
+        """Write order ``number``: a leg or a look, which is a ``Config``."""
         write_json(self.legs / f"{number}.json", encode(leg))
 
     def stop(self) -> None:
@@ -170,11 +170,11 @@ class DriverSide(JobFolder):
         return _parts((self.results / str(number)).glob("rank*.json"))
 
     def failures(self) -> dict[int, RankError]:
-        """Return the errors that ended ranks."""
+        """Return the errors that ended ranks, by rank."""
         return {rank: RankError(**error) for rank, error in _parts(self.errors.glob("rank*.json")).items()}
 
     def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of ranks that ended unasked, as far as reported; negative for a signal."""
+        """Return the reported exit codes of ranks that ended without being told to; negative for a signal."""
         return _parts(self.codes.glob("rank*.json"))
 
 
@@ -190,7 +190,7 @@ class RankSide(JobFolder):
         return cls(Path(name))
 
     def driver(self) -> Place:
-        """Return the driver's process."""
+        """Return the place of the driver's process."""
         return decode(_json(self.path / "driver.json"), Place, TUNING)
 
     def join(self, rank: int, trainers: int, host: str) -> None:
@@ -198,7 +198,7 @@ class RankSide(JobFolder):
         write_json(self.ranks / f"rank{rank}.json", {"trainers": trainers, "host": host}, parents=False)
 
     def wait_for(self, number: int, kind: type[Order]) -> Order | None:
-        """Wait for order ``number``; none if the driver says stop instead. Every rank waits by itself."""
+        """Wait for order ``number`` and return it, or ``None`` if the driver says stop. Every rank waits by itself."""
         path, stop = self.legs / f"{number}.json", self.legs / "stop"
         while True:
             if path.exists():
@@ -222,7 +222,7 @@ class RankSide(JobFolder):
     def ended(self, rank: int, code: int) -> None:
         """Report that this rank has ended by itself with this exit code.
 
-        A rank that an abort ends is not to blame.
+        After an abort, which ends ranks that are not to blame, do nothing.
         """
         with contextlib.suppress(OSError):  # the folder may be gone
             if not self.is_aborted():

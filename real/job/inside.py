@@ -1,4 +1,4 @@
-"""Inside: the driver is one of a job's processes, of which a launcher has started one per trainer.
+"""Inside: the driver is one of a job's processes; a launcher has started one process per trainer.
 
 All of them run the same command, ``fleetbench tune EXPERIMENT.toml -- python train.py``, and their
 environment says which trainer each is. Rank 0 drives as it would outside, and launches its own trainer. The
@@ -7,8 +7,8 @@ are in one folder, which rank 0 makes below ``--out`` and which every node must 
 driver, unless a worker failed: then it stays, for the trainers' output. The trainers of a launch find each
 other through a file in its folder, so that launches cannot mix.
 
-``met`` (rank 0 has told the folder) -> launches, one after another -> ``ended``: the driver says stop, or is
-gone.
+Life cycle: ``met`` (rank 0 has sent the folder's path) -> launches, one after another -> ``ended``: the driver
+says stop, or is gone.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from real.processes.roles import SEED, STORE, TUNING, Role, role_of
 from real.processes.started import end, start, uninterrupted
 
 SHARED = "FLEETBENCH_INSIDE"
-"""Environment variable of a driver inside a job: the folder that all processes of the job see."""
+"""Environment variable of a driver inside a job, with the path of the folder that all processes of the job see."""
 
 _MEET = timedelta(minutes=5)
 _POLL_S = 0.1
 
 
 def role_inside() -> Role | None:
-    """Return this process's role if it was started as one of several; none if it drives from outside."""
+    """Return this process's role if it was started as one of several; ``None`` if it drives from outside."""
     role = role_of(os.environ)
     return role if role.trainers > 1 else None
 
@@ -67,10 +67,10 @@ def driving(role: Role, out: Path) -> Iterator[None]:
 
 
 def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the part of every other rank until the driver stops or has removed its folder.
+    """Run the trainers of a rank other than 0, until the driver stops or has removed its folder.
 
-    Return the exit code. ``environment`` holds variables of the trainers, which override this process's own. Raises ``WorkerFailed`` if the
-    driver is gone.
+    Return the exit code. ``environment``: variables of the trainers, which override this process's own. Raises
+    ``WorkerFailed`` if the driver is gone.
     """
     board = RankSide(_meet(role, None))
     watch = Watch(board)
@@ -81,7 +81,7 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
                 hint = "its output says why; start the job again: it goes on"
                 raise WorkerFailed("is gone, and nobody drives any more", "rank 0", hint=hint)
             found: list[Path] = []
-            with contextlib.suppress(OSError):  # one goes while its name is looked for
+            with contextlib.suppress(OSError):  # a folder may disappear during the search
                 found = sorted(path.parent for path in board.path.glob(f"{PREFIX}*/*/driver.json"))
             for folder in found:
                 if folder not in done and not RankSide(folder).is_aborted():
@@ -95,7 +95,10 @@ def serve(role: Role, command: Sequence[str], environment: Mapping[str, str]) ->
 
 
 def trainer_environment(folder: Path, role: Role | None = None) -> dict[str, str]:
-    """Return a trainer's environment in this folder's launch: seed, and role (default: this process's)."""
+    """Return a trainer's variables in the launch of ``folder``: seed, attachment to the job, and role.
+
+    ``role``: by default this process's, inside a job; outside one, the command's launcher sets the role.
+    """
     seed = {SEED: (folder / "seed").read_text(encoding="ascii")} if (folder / "seed").exists() else {}
     seed |= attached_environment(folder)
     if role is None:
@@ -132,9 +135,9 @@ def _train(role: Role, command: Sequence[str], environment: Mapping[str, str], f
 
 
 def _meet(role: Role, shared: Path | None) -> Path:
-    """Let all ranks of the job meet once; rank 0 sends them the folder.
+    """Let all ranks of the job meet once, and return the folder, whose path rank 0 sends.
 
-    From then on each rank ends with torchrun's agent.
+    From then on, a rank that torchrun has started ends with torchrun's agent.
     """
     import torch
     import torch.distributed as dist

@@ -32,10 +32,10 @@ from real.processes.started import QUIET, Started, end, meeting_variables, start
 
 _POLL_S = 0.05
 _OTHERS_S = 8.0
-"""Seconds from the first rank's error until the others must have met it, too."""
+"""Seconds from the first reported failure to the end of the launch, so that other ranks can report theirs."""
 _LAST_PARTS_S = 5.0
 """Seconds to wait for parts of ranks on other hosts after the command itself has ended."""
-_MARGIN_S = 15.0  # a collective's own timeout comes first and says more
+_MARGIN_S = 15.0  # seconds beyond the timeout of collectives, whose own error says more
 _KILL_S = 5.0
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
@@ -47,16 +47,16 @@ Progress = Callable[[int, int], None]
 
 
 class Order(Protocol):
-    """An order to ranks: a leg, or a look at the script."""
+    """An order to ranks: a leg, or a ``Look`` of ``fleetbench why`` at the script."""
 
     @property
     def steps(self) -> int:
-        """Counted steps."""
+        """Number of counted steps."""
         ...
 
     @property
     def warmup_steps(self) -> int:
-        """Steps before them."""
+        """Number of steps before the counted ones."""
         ...
 
 
@@ -68,10 +68,10 @@ class Launch(ABC):
     names it.
     """
 
-    _beats_count_process = False  # their steps are a leg's
+    _beats_count_process = False  # whether steps in beats count from the process's start; otherwise from the leg's
 
     def __init__(self, folder: Path, run: Run, num_ranks: int = 0) -> None:
-        """``run`` has its timeouts. ``num_ranks``: number of ranks that will join, if known in advance."""
+        """``run``: gives the timeouts. ``num_ranks``: number of ranks that will join; 0 if not known in advance."""
         self._folder = DriverSide(folder)
         self._num_expected = num_ranks
         self._startup_timeout_s, self._timeout_s = run.startup_timeout * 1e-9, run.timeout * 1e-9
@@ -82,7 +82,7 @@ class Launch(ABC):
         self._processes: list[Started] = []
         """Processes that were started: the ranks, or a command."""
         self.ranks: dict[int, str] = {}
-        """Hosts of the ranks, once all have joined."""
+        """Host of each rank; empty until all have joined."""
         self.startup_s = 0.0
         """Seconds until all ranks had joined."""
         self.num_orders = 0
@@ -93,16 +93,14 @@ class Launch(ABC):
 
     @property
     def code(self) -> int | None:
-        """Exit code of what was started: of the first failure, 0 once all have ended well, none before."""
+        """Exit code of the first process that has failed; 0 once all have ended well, ``None`` before."""
         codes = [process.popen.poll() for process in self._processes]
         return next((code for code in codes if code), None if None in codes else 0)
 
     def run(self, leg: Order, progress: Progress | None = None, check: Callable[[], None] | None = None) -> dict[int, dict[str, Any]]:
-        """Order a leg, wait for it, and return every rank's part.
+        """Order a leg, wait for it, and return every rank's part; if a script ends first, the parts that exist.
 
-        If a script ends first, the parts that exist.
-
-        ``check`` is called regularly, and may raise. Raises what ``_failure`` finds if a rank breaks.
+        ``check`` is called regularly, and may raise. Raises the error that ``_failure`` returns if a rank fails.
         """
         number = self.num_orders
         self.num_orders += 1
@@ -116,7 +114,7 @@ class Launch(ABC):
     def end(self) -> None:
         """Let the ranks end after the last leg.
 
-        Raises what ``_failure`` finds if they do not end, or not well.
+        Raises the error that ``_failure`` returns if they do not end, or end with an error.
         """
         self._folder.stop()
         deadline = time.monotonic() + max(self._timeout_s, GRACE_S) + _MARGIN_S
@@ -130,7 +128,7 @@ class Launch(ABC):
         self._folder.abort()
         end(self._processes)
         deadline = time.monotonic() + _KILL_S
-        while left := started_with(self._folder.path):  # one may start another between the look and the signal
+        while left := started_with(self._folder.path):  # one may start another between the search and the signal
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -140,10 +138,10 @@ class Launch(ABC):
         self._end_s = self._end_s or time.monotonic()
 
     def _wait_for(self, number: int, leg: Order, progress: Progress | None, check: Callable[[], None] | None) -> dict[int, dict[str, Any]]:
-        """Return the parts of an order: of all ranks, or those that exist after the end."""
+        """Return the parts of an order: all ranks', or those that exist after the processes have ended."""
         last_s: float | None = None
         while True:
-            code = self.code  # before the parts, which are written before the end
+            code = self.code  # read before the parts, which ranks write before they end
             self._join()
             has_all = bool(self.ranks) and self._folder.num_parts(number) == len(self.ranks)
             if has_all or code is not None:
@@ -172,7 +170,7 @@ class Launch(ABC):
             self.startup_s = time.monotonic() - self._begin_s
 
     def _check(self) -> None:
-        """Raise if a rank has failed and the others' time is over, or if all were silent for too long."""
+        """Raise if a rank failed ``_OTHERS_S`` seconds ago, or if all have been silent for too long."""
         if self._first_error_s is None and any(any(told.iterdir()) for told in (self._folder.errors, self._folder.codes)):
             self._first_error_s = time.monotonic()
         is_overdue = self._first_error_s is not None and time.monotonic() - self._first_error_s > _OTHERS_S
@@ -188,13 +186,13 @@ class Launch(ABC):
 
     @abstractmethod
     def _failure(self) -> FleetbenchError:
-        """End all, and return the error that names the cause."""
+        """Kill all processes, and return the error that names the cause."""
 
 
 class WorkerLaunch(Launch):
-    """Ranks that are processes of this machine and programs of this project.
+    """Launch of ranks that run a program of this project on this machine.
 
-    ``start``; ``run``; ``end`` or ``kill``.
+    Life cycle: ``start``; ``run`` for each leg; ``end`` or ``kill``.
     """
 
     def __init__(self, folder: Path, run: Run, num_ranks: int) -> None:
@@ -205,7 +203,7 @@ class WorkerLaunch(Launch):
     def start(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Start the workers, and wait until they have joined; rank N's output goes to ``workerlog.N``.
 
-        ``environment`` goes before torchrun's variables.
+        ``environment`` takes precedence over torchrun's variables.
         """
         self._folder.make()
         self.log.mkdir(parents=True, exist_ok=True)
@@ -230,14 +228,17 @@ class WorkerLaunch(Launch):
 
 
 class CommandLaunch(Launch):
-    """A user's command. ``start``; ``run``; ``end`` or ``kill``."""
+    """Launch of a user's command.
+
+    Life cycle: ``start``; ``run`` for each leg; ``end`` or ``kill``.
+    """
 
     _beats_count_process = True
 
     def __init__(self, command: Sequence[str], folder: Path, run: Run) -> None:
         super().__init__(folder, run)
         self.log = folder / "command.log"
-        """The command's output."""
+        """File with the command's output."""
         self._command = list(command)
 
     @property
@@ -247,15 +248,12 @@ class CommandLaunch(Launch):
 
     @property
     def unattached(self) -> str | None:
-        """Reason why no process of the command has attached to this job; none if one has."""
+        """Reason why no process of the command has attached to this job; ``None`` if one has."""
         return why_unattached(self._folder.path)
 
     @property
     def held_s(self) -> float:
-        """Trainer seconds for which the command has held its trainers.
-
-        Counts as one trainer until all have joined.
-        """
+        """Trainer-seconds: how long the command has run, times its number of trainers (1 until all have joined)."""
         return ((self._end_s or time.monotonic()) - self._begin_s) * max(1, len(self.ranks))
 
     def start(self, environment: Mapping[str, str], workdir: Path | None = None, seed: int | None = None) -> None:
@@ -304,11 +302,11 @@ class CommandLaunch(Launch):
 
 
 def started_with(folder: Path) -> list[int]:
-    """Return other processes of this host that have ``folder`` as the tuning folder in their environment."""
+    """Return the ids of other processes on this host whose environment names ``folder`` as the tuning folder."""
     mark = f"{TUNING}={folder}".encode()
     return [pid for pid in processes_with(lambda variable: variable == mark) if pid != os.getpid()]
 
 
 def codes_of_agent(said: str) -> dict[int, int]:
-    """Return exit codes of ranks from the report of torch's agent, without those that it ended itself."""
+    """Return the exit codes in the report of torch's agent, by rank, without ranks that the agent itself ended."""
     return {int(rank): int(code) for rank, code in _OF_AGENT.findall(said) if int(code) != -signal.SIGTERM}

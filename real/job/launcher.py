@@ -24,8 +24,8 @@ from real.processes.started import QUIET, Kind, Started, end, meeting_variables,
 
 Echo = Callable[[bytes], object]
 GRACE_S = 120.0
-"""Seconds for trainers to end when told to, because they may save first. A printed Slurm job allows as
-much."""
+"""Seconds for trainers to end when told to, because they may save first. The Slurm script of ``fleetbench launch
+--print slurm`` allows the same time."""
 SERVER_GRACE_S = 300.0
 """Seconds for servers to write their last checkpoint once all trainers have ended."""
 POLL_S = 0.05
@@ -54,7 +54,7 @@ def launch_script(
 
 
 def quiet() -> dict[str, str]:
-    """Return ``QUIET`` without the variables that the user may and did set."""
+    """Return ``QUIET`` without the variables that a user may set and has set."""
     return {name: value for name, value in QUIET.items() if name not in _OF_THE_USER or name not in os.environ}
 
 
@@ -72,8 +72,9 @@ def run_processes(
     """Run ``script`` once for each process (kind, rank and its own variables), until all have ended or one has failed.
 
     Trainer N's output is in ``log_dir/workerlog.N``, server N's in ``serverlog.N``; rank 0's is echoed if it runs here.
-    ``folder``: of the launch, for the name of a process that another one blames. ``located``: a name with its host.
-    ``is_spread``: whether other machines have a part in the job. Raises ``WorkerFailed`` with the process that broke the job.
+    ``folder``: the launch's folder, where a process can name another that failed. ``located``: adds the host to a
+    process's name. ``is_spread``: whether the job also runs on other machines. Raises ``WorkerFailed`` with the process
+    that broke the job.
     """
     note, command = folder / "failure.json", [sys.executable, "-u", *script]
     names = [f"{'server' if kind == 'server' else 'worker'}log.{rank}" for kind, rank, _ in processes]
@@ -93,7 +94,10 @@ def run_processes(
 
 
 def _follow(processes: Sequence[Started], echo: Echo, note: Path, *, is_spread: bool) -> None:
-    """Follow the processes until ``_is_over``; ``echo`` gets the output of rank 0. If interrupted, let the trainers end first."""
+    """Follow the processes until ``_is_over``, and pass rank 0's output to ``echo``.
+
+    If interrupted, let the trainers end first.
+    """
     with ExitStack() as stack:
         logs = [stack.enter_context(process.log.open("rb")) for process in processes if process.name == "rank 0"]
 
@@ -117,7 +121,7 @@ def _follow(processes: Sequence[Started], echo: Echo, note: Path, *, is_spread: 
 
 
 def _is_over(processes: Sequence[Started], note: Path, *, is_spread: bool) -> bool:
-    """Whether all have ended, one has failed, or servers have had their time since the last trainer's end."""
+    """Whether all have ended, one has failed, or the servers' time since the last trainer's end is over."""
     living = [process for process in processes if process.code is None]
     has_failed = any(process.code for process in processes) or (len(living) < len(processes) and note.exists())
     if has_failed or not living:
@@ -129,10 +133,10 @@ def _is_over(processes: Sequence[Started], note: Path, *, is_spread: bool) -> bo
 
 
 def _let_end(processes: Sequence[Started], look_until: Callable[[Callable[[], bool]], None]) -> None:
-    """Tell trainers to end; look until they and then the servers have ended, or their time is over.
+    """Tell trainers to end, and wait until they and then the servers have ended, or ``GRACE_S`` is over.
 
-    Only the trainer itself is told, and its own child processes after it has ended: workers that load its
-    data must not end before it.
+    At first only the trainer itself gets SIGTERM. Its child processes get it after the trainer has ended, because
+    workers that load its data must not end earlier.
     """
     trainers = [process for process in processes if process.kind == "trainer"]
     told = [process for process in trainers if process.code is None]
@@ -154,14 +158,14 @@ def _let_end(processes: Sequence[Started], look_until: Callable[[Callable[[], bo
 
 
 def _tell_driver(processes: Sequence[Started]) -> None:
-    """Tell the driver that has started this launcher, if any, how processes have failed."""
+    """Report the exit codes of failed processes to the driver that has started this launcher, if any."""
     for process in processes:
         if process.code and TUNING in os.environ:
             RankSide(Path(os.environ[TUNING])).ended(process.rank, process.code)
 
 
 def _unheard(echo: Echo) -> Echo:
-    """Return an ``echo`` that continues when nothing reads it: the terminal may be gone."""
+    """Return an ``echo`` that ignores errors of writing: the terminal may be gone."""
 
     def hear(text: bytes) -> None:
         with suppress(OSError, FleetbenchError):
@@ -171,9 +175,9 @@ def _unheard(echo: Echo) -> Echo:
 
 
 def verdict(processes: Sequence[Started], noted: Suspect | None, located: Callable[[str], str] = str) -> WorkerFailed | None:
-    """Return the error of a launch that did not end well.
+    """Return the error of a launch that failed; ``None`` if it ended well.
 
-    ``noted``: the process that another one named. ``located``: the name with its host.
+    ``noted``: the process that another one has named. ``located``: adds the host to a process's name.
     """
     suspects = [Suspect(name=process.name, code=process.code, is_stopped=process.is_stopped) for process in processes if process.code != 0]
     suspects += [] if noted is None else [noted]
@@ -186,9 +190,9 @@ def verdict(processes: Sequence[Started], noted: Suspect | None, located: Callab
 
 @contextmanager
 def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> Iterator[None]:
-    """Hold ``log_dir`` for a launch's logs with these names, and remove an earlier launch's.
+    """Lock ``log_dir`` for a launch's logs with the names ``own``, and remove an earlier launch's.
 
-    If other hosts may use the same disk (``is_spread``), only logs with these names are removed. Raises
+    If other hosts may use the same disk (``is_spread``), only logs with those names are removed. Raises
     ``EnvironmentLacks`` if the folder cannot be created, and while another launch writes there.
     """
     try:
@@ -212,7 +216,7 @@ def logs_in(log_dir: Path, own: Sequence[str], *, is_spread: bool = False) -> It
 
 
 def _shown(error: WorkerFailed, log_dir: Path, echo: Echo) -> WorkerFailed:
-    """Show the traceback of the blamed rank if its output is here and not echoed; return the error."""
+    """Echo the blamed rank's traceback if its log is here and was not echoed, and return the error."""
     found = re.match(r"rank ([1-9]\d*)", error.where or "")
     log = log_dir / f"workerlog.{found[1]}" if found is not None else None
     text = log.read_bytes() if log is not None and log.is_file() else b""

@@ -45,14 +45,12 @@ if TYPE_CHECKING:
 
 
 class EngineSwitch(Trained):
-    """A change of strategy in the living process of a user's script.
+    """Changes the strategy in the running process of a user's script, at the same step on every rank.
 
-    Every rank changes its engine at the same step.
-
-    The engine in force takes its hooks and buffers away; the optimizer's state becomes rank 0's, because
-    Local SGD and layer profiles leave another one on every rank; a new engine starts all ranks from rank 0's
-    parameters and buffers. The user's ``.grad`` stay what they were, so that what reads them after
-    ``optimizer.step()`` reads on. ``on_engine`` hears of every engine that takes over.
+    The old engine removes its hooks and buffers. The optimizer's state becomes rank 0's, because Local SGD and layer
+    profiles leave a different one on every rank. A new engine starts all ranks from rank 0's parameters and buffers.
+    The user's ``.grad`` stay unchanged, for code that reads them after ``optimizer.step()``. ``on_engine`` is called
+    with every new engine.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class EngineSwitch(Trained):
 
     def use(self, engine: Engine) -> None:
         """Use this engine; see ``Trained``."""
-        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for the device to hear a loss
+        engine.stopwatch.fetch_every = sys.maxsize  # no rank waits for its device to read a loss
         self._on_engine(engine)
 
     def begin(self, leg: Leg, beat: Beat) -> Engine:
@@ -100,7 +98,7 @@ class EngineSwitch(Trained):
         engine.on_step = beat
 
         def see_forward(model: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            if not (model.training and torch.is_grad_enabled()):  # such a forward follows the step before it, whose end it delays
+            if not (model.training and torch.is_grad_enabled()):  # an evaluation, which delays the end of the previous step
                 self._evaluated.add(engine.step)
             elif self.batch_size is None:
                 leaves = pytree.tree_leaves((arguments, named))
@@ -165,22 +163,19 @@ _MEETINGS = 9
 
 
 def clock_ahead_ns(meeting: Meeting) -> int:
-    """Return by how much this host's monotonic clock is ahead of rank 0's.
+    """Return by how many ns this host's monotonic clock is ahead of rank 0's; every rank calls it at the same place.
 
-    Every rank calls it at the same place.
-
-    All ranks leave a meeting at about one time, and record it; the median over some meetings is the offset,
-    as precise as the times at which ranks leave one. Ranks that share a kernel share its clock, and nothing
-    is measured.
+    All ranks leave a meeting at about the same time, and record it. The offset is the median over several meetings.
+    Ranks on rank 0's kernel share its clock: their offset is 0.
     """
     kernels = meeting.texts(Place.here().kernel)
     left = [meeting.gather([time.monotonic_ns()]) for _ in range(1 + _MEETINGS if len(set(kernels)) > 1 else 0)]
-    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # what the first tells is when they came
+    found = [now[meeting.rank][0] - now[0][0] for now in left[1:]]  # the first meeting only shows when ranks arrived
     return 0 if kernels[meeting.rank] == kernels[0] else round(median(found))
 
 
 class RankLegs:
-    """See the module."""
+    """The legs of one rank; see the module."""
 
     def __init__(self, folder: RankSide, rank: int, meeting: Meeting | None = None) -> None:
         self.folder = folder
@@ -191,9 +186,9 @@ class RankLegs:
         self._engine: Engine | None = None
         """Engine of a script's current leg."""
         self._num_steps = 0
-        """Number of steps of a script's process."""
+        """Number of steps so far of a script's process."""
         self._evaluates, self._metrics = False, dict[str, list[tuple[int, torch.Tensor | float]]]()
-        """Values that the script reports beside the loss in the current leg, by its process's steps."""
+        """Whether the current leg evaluates; metrics that the script has reported in it, by name: (step, value)."""
 
     @classmethod
     def join(cls, meeting: Meeting) -> RankLegs:
@@ -240,10 +235,10 @@ class RankLegs:
             self._engine = cast("Engine", self._legs.send(is_over))  # a script has no other
 
     def _of_script(self, switch: EngineSwitch | ShardedSwitch) -> Generator[LegEngine, bool | None, None]:
-        """Follow orders in a script. Beats count the process's own steps, by which errors name them."""
+        """Follow the driver's orders in a script. Beats count the steps of its process, as errors do."""
         is_stopped = yield from self.orders(switch, lambda number, _step: self._beats.beat(number, self._num_steps + 1))
         if is_stopped:
-            switch.open(switch.own_strategy, keep_times=False)  # what the script does on its way out finds it as ever
+            switch.open(switch.own_strategy, keep_times=False)  # for what the script still does before it exits
             end_script()
 
     def orders(self, trained: Trained, beat: Callable[[int, int], None] | None = None) -> Generator[LegEngine, bool | None, bool]:
@@ -283,14 +278,14 @@ class RankLegs:
         return True
 
     def _compared_clocks(self) -> tuple[int, int]:
-        """Return the time on this rank's clock, and by how much it is ahead of rank 0's."""
+        """Return the time on this rank's clock, and by how much the clock is ahead of rank 0's, both in ns."""
         return time.monotonic_ns(), 0 if self._meeting is None else clock_ahead_ns(self._meeting)
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, on_step: Callable[[], None]) -> None:
     """Call ``on_step`` after every ``optimizer.step()``, its hooks included.
 
-    Learning-rate schedules wrap the result as they wrap any.
+    Learning-rate schedules can wrap the new ``step`` as they wrap any.
     """
     step = optimizer.step
 

@@ -35,7 +35,7 @@ from real.leg import Leg
 
 Part = Mapping[str, Any]
 LEAST_STEPS = 3
-"""Least number of counted steps in a leg."""
+"""Smallest number of counted steps in a leg."""
 
 
 def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], float]:
@@ -65,7 +65,8 @@ def collect(parts: Sequence[Part]) -> tuple[list[StepRecord], tuple[Span, ...], 
 def _record(step: Part, latest: Mapping[int, int]) -> StepRecord:
     """Return a step's record.
 
-    ``latest``: by step, when the last rank started an earlier exchange that it waits for.
+    ``latest``: time in ns, by step, at which the last rank started the exchange that the step waits for, if an
+    earlier step started it.
     """
     told = dict(step["record"])
     if step.get("started_ns") is not None:
@@ -81,12 +82,15 @@ def _span(rank: int, span: TimedSpan, *, several: bool) -> Span:
 
 
 def _to_target(told: Sequence[tuple[int, float]], target: float | None, records: Sequence[StepRecord]) -> tuple[float, Crossing] | None:
-    """Return seconds from the first counted start to the end of the step that reaches the target loss."""
+    """Return the seconds from the first counted step to the end of the step that reaches the target, and the crossing.
+
+    Returns ``None`` if the target is not reached. ``told``: step and loss of each evaluation.
+    """
     if (reached := crossing(told, target)) is None:
         return None
     kept = [record for record in records if 1 <= record.step <= reached.step]
     took_s = (max(record.end_ns for record in kept) - min(record.start_ns for record in kept)) * 1e-9
-    return took_s * (reached.step / len({record.step for record in kept})), reached  # a step that was cut out took what the others did
+    return took_s * (reached.step / len({record.step for record in kept})), reached  # steps that were cut out count with the others' mean
 
 
 def run_of(
@@ -98,9 +102,9 @@ def run_of(
     skipped: Sequence[dict[str, str]] = (),
     **known: Any,
 ) -> RunResult:
-    """Return the run of a leg; ``parts`` in rank order, and its servers' ``reports``.
+    """Return the result of a leg from its ranks' ``parts``, in rank order, and its servers' ``reports``.
 
-    ``experiment`` gets the leg's strategy and steps. ``known``: other fields of ``Summary``.
+    The result's experiment is ``experiment`` with the leg's strategy and steps. ``known``: other fields of ``Summary``.
     """
     ranks = _undisturbed([_on_first_clock(part) for part in parts], {step for part in parts for step in part["evaluated"]})
     records, spans, host_s = collect(ranks)
@@ -145,7 +149,7 @@ def run_of(
 
 
 def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | None:
-    """Return means over ranks, and over steps after ``after`` and up to ``to``."""
+    """Return each metric's mean over all ranks and the steps from ``after + 1`` to ``to``; ``None`` without metrics."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, told in part.get("metrics", {}).items():
@@ -156,8 +160,8 @@ def _metrics(parts: Sequence[Part], after: int, to: int) -> dict[str, float] | N
 def experiment_of_leg(experiment: Experiment, leg: Leg, steps: int) -> Experiment:
     """Return the experiment of a leg.
 
-    Legs of a profile take local steps with any optimizer: they measure time, and no experiment would request
-    that.
+    Legs of a profile take local steps with any optimizer, because they only measure time. An experiment with local
+    steps must have a linear optimizer, so ``momentum`` replaces any other.
     """
     workload = dataclasses.replace(experiment.workload, steps=max(1, steps))
     if leg.strategy.needs_linear_optimizer and workload.optimizer not in LINEAR_OPTIMIZERS:
@@ -184,7 +188,7 @@ def _without(part: Part, gaps: Sequence[tuple[int, int]], origin: int = 0) -> Pa
 
 
 def _shifted(part: Part, by_ns: Callable[[int], int]) -> Part:
-    """Return the part with all times of steps and spans earlier by ``by_ns``."""
+    """Return the part with every time ``t`` of its steps and spans, in ns, reduced by ``by_ns(t)``."""
 
     def earlier(entry: Part) -> dict[str, Any]:
         moments = [name for name in ("start_ns", "end_ns", "arrival_ns", "started_ns") if entry.get(name) is not None]
@@ -219,10 +223,10 @@ def _next_exchange(part: Part, steps: set[int], evaluated: int) -> int:
 
 
 def reported_losses(table: pd.DataFrame, every: int, last_step: int) -> list[tuple[int, float]]:
-    """Return means of the reported loss over all ranks and windows of ``every`` steps, by last step.
+    """Return the last step and the mean reported loss, over all ranks, of each window of ``every`` steps.
 
-    A window counts once it is over, by ``last_step``; steps that were cut out of it, and those without a
-    report, are not part of its mean.
+    Windows that end after ``last_step`` are left out. Steps that were cut out, and steps without a report, do not
+    count in the mean.
     """
     counted = table[(table["step"] >= 1) & table["loss"].notna()]
     windows = counted["loss"].groupby((counted["step"] - 1) // every).mean()

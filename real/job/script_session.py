@@ -34,12 +34,12 @@ from real.processes.started import uninterrupted
 
 Part = dict[str, Any]
 RECORD = Leg(steps=10, warmup_steps=3, start="as_is")
-"""First leg, which finds out what the script is."""
+"""First leg, which collects the script's facts."""
 _MOST_LAUNCHES = 5
 """Largest number of launches for one leg."""
 _USED = 0.25
-"""Share of a launch's time to the end of its first leg: once later legs took as much, the next pair starts
-another launch, because launches differ."""
+"""Share of a launch's time to the end of its first leg. Once its later legs took longer than this share, the next
+pair starts another launch, because launches differ."""
 
 
 class ScriptSession(LegSession):
@@ -54,7 +54,7 @@ class ScriptSession(LegSession):
     experiment: Experiment
 
     def __init__(self, command: Sequence[str], base: Experiment, *, known: Experiment | None = None, workdir: Path | None = None) -> None:
-        """``known``: description by an interrupted session; if given, nothing starts until the first leg.
+        """``known``: the script's experiment from an interrupted session; if given, nothing starts until the first leg.
 
         ``workdir``: folder in which the command starts; by default this process's.
         """
@@ -75,20 +75,20 @@ class ScriptSession(LegSession):
         self.capacity: int | None = None
         """Number of optimizer steps of the script until its data end, once known."""
         self._unattached: str | None = None
-        """Reason why the job did not find the script's model in that launch."""
+        """Reason why no process attached to the job, if the launch that set ``capacity`` made no step."""
         self._most: int | None = None
-        """Largest number of a leg's steps, if a launch could not run all legs that are compared with each
-        other."""
+        """Largest number of steps of a leg, warm-up included; ``None`` unless a launch was too short for all legs of a
+        comparison."""
 
     @property
     def held_s(self) -> float:
-        """Trainer seconds from the start of every launch to its end, including waits for orders."""
+        """Trainer-seconds of all launches, each from start to end, including waits for orders."""
         return self._held_s + (0.0 if self._launch is None else self._launch.held_s)
 
     def run(self, leg: Leg, progress: Progress | None = None) -> RunResult:
         """Run one leg.
 
-        Raises ``LegFailed`` if the script cannot run its strategy, or if numbers become invalid.
+        Raises ``LegFailed`` if the script cannot run its strategy, or if a loss or parameter is not finite.
         """
         refuse_unexecuted(leg.strategy, "strategy", PLANNED, "the real executor")
         return run_of(self.experiment, leg, self._parts(leg, progress), foreign_cores=self.foreign_cores)
@@ -96,7 +96,8 @@ class ScriptSession(LegSession):
     def together(self, legs: Sequence[Leg]) -> None:
         """Announce legs as in ``LegSession``.
 
-        They are cut to the steps of a launch; a used launch is replaced.
+        They are cut so that one launch can run all of them. A launch that was used enough, or has too few steps left,
+        is ended.
         """
         wanted = sum(leg.warmup_steps + leg.steps for leg in legs)
         if self.capacity is not None and wanted > self.capacity:
@@ -227,7 +228,7 @@ class ScriptSession(LegSession):
 
 
 def restart_part(strategy: DistributedStrategy) -> tuple[object, ...]:
-    """Return the settings whose change needs a new launch: precision, compilation, recompute, arguments of ``fully_shard``."""
+    """Return the settings whose change needs a new launch: precision, compilation, recompute, ``fully_shard``."""
     spread = strategy.sharding_configs.reshard_after_forward
     of_calls = (strategy.fp16_allreduce, strategy.bf16_allreduce, None if type(spread) is bool else spread) if strategy.sharding else ()
     return (strategy.without(*KNOBS.keys() - named("restarts")), *of_calls)

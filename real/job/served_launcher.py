@@ -1,8 +1,8 @@
 """Launching a job with parameter servers: ``fleetbench launch --servers ... --workers ... train.py``.
 
-Every process runs the same script; variables say which of them it is (Paddle's, as its own launchers set them). The job fails with
-the first process that fails. A launcher follows its own processes and ends all if one fails; servers and trainers of other hosts then
-find their connections broken.
+Every process runs the same script, and finds its role in the environment variables of Paddle's launchers. The job fails
+with the first process that fails: the launcher of its host ends all processes there, and servers and trainers of other
+hosts then find their connections broken.
 """
 
 import os
@@ -18,7 +18,7 @@ from real.processes.started import Kind
 from real.servers.hosts import Placement, require_addresses
 
 _OTHER_ROLES = ("RANK", "PADDLE_TRAINER_ENDPOINTS")
-"""Variables of other launchers that would hide a process's role given by us."""
+"""Variables of other launchers that would hide the role that this launcher gives a process."""
 
 
 def launch_placed(
@@ -31,7 +31,8 @@ def launch_placed(
 ) -> None:
     """Run ``script`` (a Python file and its arguments) as this machine's servers and trainers; see ``run_processes``.
 
-    ``startup_timeout_s``: for servers and trainers to come. Raises ``EnvironmentLacks`` for a server's address that is taken.
+    ``startup_timeout_s``: seconds that servers and trainers wait for each other to start. Raises ``EnvironmentLacks``
+    for a server's address that is taken, or that other hosts cannot reach.
     """
     require_addresses(placement)
     processes: list[tuple[Kind, int, Mapping[str, str]]] = []

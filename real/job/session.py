@@ -44,12 +44,12 @@ class LegSession(ABC):
     def __init__(self) -> None:
         self._folder = Path()
         self._within: Path | None = None
-        """Parent of the session's folder; none: among temporary files."""
+        """Parent of the session's folder; ``None``: the system's folder for temporary files."""
         self.startup_s = 0.0
         """Seconds that the next leg may need for another launch, as far as known."""
         self.foreign_cores: float | None = None
-        """Mean number of cores that other programs used on this machine during the last leg; none if not
-        measured."""
+        """Mean number of cores that other programs used on this machine during the last leg; ``None``
+        if not measured."""
 
     def __enter__(self) -> Self:
         self._folder = make_folder(self._within)
@@ -83,7 +83,7 @@ class LegSession(ABC):
 
         Stores the machine's other load in ``foreign_cores``.
         """
-        with watching(f"{TUNING}={self._folder}") as load:  # processes that are not children of this one
+        with watching(f"{TUNING}={self._folder}") as load:  # marks processes that are not children of this one
             parts = self._run(leg, progress)
         self.foreign_cores = load.cores
         return parts
@@ -114,7 +114,9 @@ class LegSession(ABC):
 
 
 class Session(LegSession):
-    """Launch of an experiment's trainers on this machine, on entry or, without ``at_once``, at the first leg.
+    """Legs of an experiment, whose trainers are launched on this machine.
+
+    They start on entry or, without ``at_once``, at the first leg.
 
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` with the rank if a worker breaks.
     """
@@ -153,7 +155,7 @@ class Session(LegSession):
             foreign_cores=self.foreign_cores,
         )
         record = None if self._testbed is None else self._testbed.record()
-        return dataclasses.replace(result, testbed=record, peak_bytes=())  # of all legs of the process so far
+        return dataclasses.replace(result, testbed=record, peak_bytes=())  # peaks would cover all legs of the process so far
 
     def _start(self) -> None:
         if self._at_once:
@@ -247,9 +249,7 @@ class Session(LegSession):
 
 
 def measure(experiment: Experiment, *, progress: Progress | None = None, record: bool = False) -> RunResult:
-    """Run the experiment from its initial parameters, with one process per trainer.
-
-    Again if the machine was busy.
+    """Run the experiment from its initial parameters, with one process per trainer; repeat it if the machine was busy.
 
     Raises ``ConfigError`` for what cannot be executed, ``WorkerFailed`` with the failed rank.
     """

@@ -3,9 +3,9 @@
 ======================  =========================  ================================================
 file                    written by                 content
 ======================  =========================  ================================================
-seen                    ``sitecustomize``          nothing: it has run
-attached                a process                  nothing: a job executes its model
-unattached              a process, at its end      why none does
+seen                    ``sitecustomize``          empty; exists once ``sitecustomize`` has run
+attached                a process                  empty; exists if a job executes its model
+unattached              a process, at its end      reason why no job executes its model
 ======================  =========================  ================================================
 """
 
@@ -36,7 +36,7 @@ _ATTACHED, _UNATTACHED, _SEEN = "attached", "unattached", "seen"
 def attached_environment(folder: Path, strategy: Path | None = None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return variables for a command whose processes should attach to the job of ``folder``.
 
-    ``strategy`` is a file by which they train.
+    ``strategy``: file of the strategy by which they train.
     """
     path = os.pathsep.join(filter(None, [str(_SITE), base.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, ATTACH: str(folder)} | ({} if strategy is None else {STRATEGY: str(strategy.resolve())})
@@ -48,9 +48,9 @@ def note_attached() -> None:
 
 
 def note_unattached(why: str) -> None:
-    """Record why nothing was done in this process.
+    """Record why no job executes a model of this process.
 
-    A reason replaces ``NEVER_CALLED``, which launchers leave, too.
+    ``NEVER_CALLED`` replaces no other reason, because launchers, which have no model, record it, too.
     """
     folder = Path(os.environ[ATTACH])
     if why != NEVER_CALLED or not (folder / _UNATTACHED).exists():
@@ -58,9 +58,9 @@ def note_unattached(why: str) -> None:
 
 
 def why_unattached(folder: Path) -> str | None:
-    """Return a sentence why no process of a command has attached.
+    """Return the reason why no process of a command has attached to a job.
 
-    None if one has, or if there is no folder.
+    Return ``None`` if one has, or if there is no folder.
     """
     if not folder.is_dir() or (folder / _ATTACHED).exists():
         return None
@@ -81,7 +81,10 @@ def check_ordered(strategy: Path) -> None:
 
 
 def refuse_unattached(folder: Path, strategy: Path, *, is_elsewhere: bool = False) -> None:
-    """Raise ``ConfigError`` if a job has ended and none of its models has used the strategy."""
+    """Raise ``ConfigError`` if a job has ended and none of its models has used the strategy.
+
+    ``is_elsewhere``: whether its processes may have run on other hosts; then only a note is printed.
+    """
     why = why_unattached(folder)
     if why is not None and is_elsewhere:
         print(_UNCONFIRMED, file=sys.stderr, flush=True)  # noqa: T201  # a launcher's word

@@ -30,7 +30,7 @@ OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allo
 STOPPED = "was stopped and did not answer, until it was killed"
 """Part of an error about a process that only SIGKILL ended."""
 NOTE_PATH = "FLEETBENCH_FAILURE_NOTE"
-"""Environment variable with the file in which a launcher finds the first failure that a server or trainer of its host names."""
+"""Environment variable with the path of the file in which a server or trainer tells its launcher who failed first."""
 
 
 class LegFailed(WorkerFailed):
@@ -43,23 +43,23 @@ class LegLost(LegFailed):
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """Report of a rank's own process before it ended."""
+    """Report of a rank about the error that ended it."""
 
     message: str
     collective: bool
     """Whether it failed in a collective, which is usually another rank's fault."""
     time_ns: int
     config: list[str | None] | None = None
-    """Arguments of the ``ConfigError``; none for other errors."""
+    """Arguments of the ``ConfigError``; ``None`` for other errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Statement of a rank before it ended."""
+    """Announcement of a failure by a rank; see ``real.processes.failures``."""
 
     rank: int
     what: str
-    """Description, such as ``failed at step 3: ValueError: the third layer is odd``."""
+    """Description, such as ``failed at step 3: ValueError: the third layer is odd``; empty in a roll call."""
     own: bool
     """Whether the error is the rank's own; false if a collective broke, which is usually another rank's
     fault."""
@@ -70,27 +70,27 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A process of a launch that broke."""
+    """A process that may have broken a launch."""
 
     name: str
     """Name in errors, such as ``rank 1`` or ``server 0``."""
     code: int | None = None
-    """Exit code, negative for a signal; none if the process lives, or if nobody has seen its end."""
+    """Exit code, negative for a signal; ``None`` if the process lives, or its end was not seen."""
     is_stopped: bool = False
     says: str | None = None
     """Error that it has reported, or that another process has reported about it."""
     of_peers: bool = False
-    """Whether that error is a broken collective's, which is usually another rank's fault."""
+    """Whether ``says`` is about a broken collective, which is usually another rank's fault."""
     step: str = ""
-    """Addition to the description of its end, such as `` at step 3``."""
+    """Addition to the description of an exit code, such as `` at step 3``."""
     silence: str = "did not end"
-    """Description if it has neither ended nor reported an error."""
+    """Description of a process that has neither ended nor reported an error."""
     since: tuple[object, ...] = ()
-    """Place among suspects of the same kind, the smallest first."""
+    """Sort key among suspects of equal ``order``; the smallest is blamed."""
 
     @property
     def order(self) -> int:
-        """Place in the order of blame; see ``blamed``."""
+        """Position in the order of blame, from 0; see ``blamed``."""
         if self.is_stopped:
             return 0
         if self.says is not None:
@@ -101,7 +101,7 @@ class Suspect:
 
     @property
     def how(self) -> str:
-        """Description of what it did."""
+        """Description of how the process failed."""
         if self.is_stopped:
             return STOPPED
         return self.says or (how_it_ended(self.code) + self.step if self.code else self.silence)
@@ -117,7 +117,7 @@ def blamed(suspects: Iterable[Suspect]) -> Suspect:
 
 
 def read_note(path: Path) -> Suspect | None:
-    """Return the process that another one has named for their launcher; none if there is no such file."""
+    """Return the process that another one has named for their launcher; ``None`` if there is no such file."""
     if not path.exists():
         return None
     name, says = json.loads(path.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def read_note(path: Path) -> Suspect | None:
 
 
 def note_failure(name: str, says: str) -> None:
-    """Name, for this host's launcher, the process that failed first. The first note counts."""
+    """Tell this host's launcher which process failed first. Only the first note counts."""
     path = Path(os.environ.get(NOTE_PATH, ""))
     if path.name and not path.exists():
         with suppress(OSError), atomic_write(path) as partial:  # the launcher may be gone, and its folder with it
@@ -140,24 +140,24 @@ def diagnose(
     log: str,
     stopped: Collection[int] = (),
 ) -> LegFailed | ConfigError:
-    """The error that names the rank to blame.
+    """Return the error that names the rank to blame.
 
-    A worker's ``ConfigError`` is handed on as it was. Memory that ran out goes first.
+    A worker's ``ConfigError`` is returned as it was. Otherwise, a rank that ran out of memory comes first.
 
     Args:
-        exit_codes: of ranks that ended by themselves before anybody was told to; negative is a signal.
-        errors: what ranks reported.
-        beats: last sign of life of every rank.
-        now_ns: on the clock of the beats.
-        log: where the workers' output is.
-        stopped: ranks that SIGSTOP or a debugger has stopped.
+        exit_codes: Exit codes, by rank, of ranks that ended before any was told to; negative for a signal.
+        errors: Reported errors, by rank.
+        beats: Last sign of life of every rank.
+        now_ns: Current time in ns, on the clock of the beats.
+        log: Path of the workers' output.
+        stopped: Ranks that SIGSTOP or a debugger has stopped.
     """
     for error in errors.values():
         if error.config is not None:
             what, where, value, hint = error.config
             return ConfigError(what or error.message, where, value, hint)
     hint = f"the workers' output: {log}"
-    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat what one has said
+    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat one rank's error
         if any(words in error.message for words in OUT_OF_MEMORY):
             return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
     suspects = []
@@ -181,8 +181,8 @@ def diagnose(
 def require_finite(parts: Mapping[int, Mapping[str, Any]], num_before: int, log: Path, *, profile: bool) -> None:
     """Raise ``LegFailed`` for the first rank whose loss or parameter was NaN or infinite.
 
-    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: steps of
-    the process before the leg. ``log``: where the workers' output is.
+    ``parts``: ranks' results of a leg, which measured layer times if ``profile``. ``num_before``: number of steps of
+    the process before the leg. ``log``: path of the workers' output.
     """
     found = {rank: part["not_finite"] for rank, part in parts.items() if part["not_finite"] is not None}
     if found:

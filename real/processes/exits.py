@@ -15,8 +15,8 @@ from typing import NoReturn
 def at_exit(run: Callable[[], object]) -> None:
     """Call ``run`` at this process's exit, but not at a fork's: a fork does not own threads and connections.
 
-    A process of ``multiprocessing`` ends without the interpreter's hooks, and its exception is known only
-    before that.
+    A process of ``multiprocessing`` ends without the interpreter's exit hooks. There, ``run`` is
+    one of its finalizers, and finds the exception that ends the process in ``sys.last_value``.
     """
     owner = os.getpid()
 
@@ -35,7 +35,7 @@ def at_exit(run: Callable[[], object]) -> None:
 
 
 def keep_in_forks(*held: object) -> None:
-    """Let forks exit without destroying this process's groups and stores, which wait for its threads."""
+    """Keep ``held`` alive in forks: destroying groups and stores waits for threads that a fork does not have."""
 
     def keep() -> None:
         for each in held:

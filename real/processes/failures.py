@@ -1,10 +1,11 @@
 """Failures: when one rank of a script fails, all others learn it within seconds, by rank and message.
 
-A rank that waits in a collective hears of nothing before its timeout. So a rank that fails says so in a log,
+A rank that waits in a collective learns of nothing before its timeout. So a rank that fails says so in a log,
 in the store at which all ranks have met, and a daemon thread of every rank reads that log.
 
-``watching`` -> ``failed``: this rank or another has failed, or a collective broke. The process ends a grace
-later, whatever the script does, and never with exit code 0. -> ``ended``: all ranks have left together.
+Life cycle: ``watching`` -> ``ended``, when all ranks leave together; or ``watching`` -> ``failed``, when this rank or
+another has failed, or a collective broke. A failed process ends after a grace period, whatever the script does, and
+never with exit code 0.
 
 An entry of the log is a failure, or a roll call; every rank that reads one answers it, so a rank that was
 killed or stopped, or whose host is gone, is known by its missing answer. Entry n is the key ``n``, rank r's
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 """Seconds for a rank to end by itself after another has failed."""
 OWN_GRACE_S = 30.0
-"""Seconds for the failed rank, whose script may have to save something."""
+"""Seconds for the failed rank itself to end, because its script may have to save something."""
 _POLL_S = 0.5
 _ANSWER_S = 3.0
 """Seconds for the ranks to answer; each checks every ``_POLL_S``."""
@@ -54,7 +55,7 @@ _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that ke
 Answer = TypeVar("Answer")
 
 
-class CollectiveFailed(RuntimeError):  # noqa: N818  # named like the other ends of a worker
+class CollectiveFailed(RuntimeError):  # noqa: N818  # named like ``WorkerFailed``
     """A collective broke, which is usually another rank's fault."""
 
 
@@ -88,11 +89,10 @@ def leave_without_success(grace_s: float = GRACE_S) -> None:
 
 
 class Failures:
-    """One rank's view of its job.
+    """One rank's view of failures in its job; see the module.
 
-    See the module. ``start`` makes it watch, ``end`` or ``leave`` belongs at the process's exit.
-
-    ``store`` is the one at which all ranks have met. ``step``: the step that this rank is at.
+    ``start`` begins to watch; ``end`` or ``leave`` must be called when the process exits. ``store``: the store at
+    which all ranks have met. ``step``: returns the step that this rank is at.
     """
 
     grace_s = GRACE_S
@@ -101,7 +101,7 @@ class Failures:
         self.failure: Failure | None = None
         """First failure that this rank knows; a rank's own error takes precedence over a broken
         collective."""
-        self._keeps = store  # on rank 0 it may be the server, which is to outlive the process group
+        self._keeps = store  # on rank 0 it may be the store's server, which must outlive the process group
         self._store = second_connection(store, rank)
         self._rank, self._trainers = rank, trainers
         self._step = step
@@ -119,7 +119,7 @@ class Failures:
         return self._has_failed or self.failure is not None or hasattr(sys, "last_value")
 
     def start(self) -> None:
-        """Start watching the others, and what ends this process."""
+        """Start watching the other ranks, and announce an exception that ends this process."""
         on_uncaught(self.announce)
         self._thread.start()
 
@@ -132,7 +132,7 @@ class Failures:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """Turn a collective's error into a ``CollectiveFailed`` that names the cause, if ranks know it."""
+        """Turn a collective's error into a ``CollectiveFailed`` that names the cause, if it is known."""
         try:
             yield
         except RuntimeError as error:
@@ -142,7 +142,10 @@ class Failures:
             raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
 
     def absent(self, patience_s: float) -> str | None:
-        """Call the roll: describe the ranks that do not answer within this time; none if all do."""
+        """Call the roll, and describe the ranks that do not answer within ``patience_s`` seconds.
+
+        Return ``None`` if all answer.
+        """
         otherwise: str | None = _SILENT_STORE
         return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
@@ -159,9 +162,9 @@ class Failures:
     def leave(self) -> None:
         """Leave after some rank has failed. Returns only if an exception of this process sets the exit code.
 
-        The failed rank goes once the others know; they wait for it, so that a launcher sees it end first. A
-        rank whose collective broke goes at once, because destroying a group with a running collective takes
-        as long as that.
+        The failed rank ends once the others know of the failure. They wait for ``grace_s``, so that a launcher sees the
+        failed rank end first. A rank whose collective broke ends at once, because destroying a group takes as long as
+        its running collective.
         """
         ended_by: BaseException | None = getattr(sys, "last_value", None)
         if ended_by is not None and self.failure is None:
@@ -250,7 +253,7 @@ class Failures:
         keys = {rank: _key(entry, rank) for rank in range(self._trainers) if rank != self._rank}
         while True:
             is_complete = self._store.check(list(keys.values()))
-            self._read()  # whoever answers has written before what the others are to know
+            self._read()  # a rank writes what the others must know before it answers
             if is_complete:
                 return []
             if time.monotonic() > deadline:
@@ -258,7 +261,7 @@ class Failures:
             time.sleep(_POLL_S / 5)
 
     def _asked(self, ask: Callable[[], Answer], otherwise: Answer, patience_s: float = _ANSWER_S) -> Answer:
-        """Return the store's answer, or ``otherwise`` if its host does not respond."""
+        """Return the result of ``ask``, or ``otherwise`` if the store does not respond."""
         answer = [otherwise]
 
         def run() -> None:

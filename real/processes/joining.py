@@ -1,6 +1,6 @@
 """Joining: a process becomes a rank of its job's process group, through the interface that reaches rank 0.
 
-Launchers ask about interfaces, too, and need no torch for that.
+Launchers use the functions about interfaces, too, which do not need torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOPBACK = ("127.0.0.1", 1)
 
 
 def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_interface: bool = True) -> None:
-    """Make torch's process group.
+    """Create torch's process group.
 
     By default it uses NCCL if a launcher started this process and every trainer of the node has its own CUDA
     device, else gloo. If ``CUDA_VISIBLE_DEVICES`` is set, devices are not counted: each rank may see one.
@@ -64,7 +64,7 @@ def join(role: Role, timeout: timedelta, backend: str | None = None, *, takes_in
 
 
 def renew_store(timeout: timedelta) -> None:
-    """Let the process group that a script has made use this attempt's part of its store; see ``own_part``."""
+    """Let the process group that a script has created use this attempt's part of its store; see ``own_part``."""
     import torch.distributed as dist
 
     world = dist.distributed_c10d._world  # noqa: SLF001  # torch has no public name for the store of a group
@@ -74,11 +74,11 @@ def renew_store(timeout: timedelta) -> None:
 
 
 def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Store:
-    """The part of ``store`` that belongs to this attempt; all ranks call it at the same place.
+    """Return the part of ``store`` that belongs to this attempt; all ranks call it at the same place.
 
-    torchrun's store outlives workers that torchrun starts again, and so do the addresses and failures that
-    they have written. Its count of restarts may differ between nodes. Raises ``WorkerFailed`` for a rank that
-    does not come.
+    torchrun's store outlives workers that torchrun restarts, and so do the addresses and failures that they have
+    written. Its count of restarts cannot name the part, because it may differ between nodes. Raises ``WorkerFailed``
+    for a rank that does not join in time.
     """
     import torch.distributed as dist
 
@@ -88,7 +88,7 @@ def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Stor
     missing = set(range(1, trainers)) if rank == 0 else {0}
     deadline = time.monotonic() + timeout.total_seconds()
     if rank:
-        store.set(f"fleetbench/asks/{rank}", own)  # which takes the place of an earlier attempt's question
+        store.set(f"fleetbench/asks/{rank}", own)  # replaces an earlier attempt's question
     while missing:
         if time.monotonic() > deadline:
             what = f"did not join within {timeout.total_seconds():g} s"
@@ -108,7 +108,7 @@ def own_part(store: Store, rank: int, trainers: int, timeout: timedelta) -> Stor
 
 
 def _address(role: Role) -> tuple[str, int] | None:
-    """Return rank 0's address if trainers meet over the network, and not on one machine or through a file."""
+    """Return rank 0's address; ``None`` if trainers meet on one machine or through a file."""
     if role.rendezvous == ENVIRONMENT:
         return None if role.trainers_per_node == role.trainers else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     address = urlsplit(role.rendezvous or "")
@@ -116,12 +116,11 @@ def _address(role: Role) -> tuple[str, int] | None:
 
 
 def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str | None:
-    """The interface whose address this machine would use towards ``host``.
+    """Return the interface over which this machine would send to ``host``, without sending anything.
 
-    None where the address is no interface's.
-
-    Nothing is sent. ``patience_s``: how long to wait for a name that does not resolve yet, as a pod's
-    before it has started. Raises ``EnvironmentLacks`` for a name that stays unknown.
+    Returns ``None`` if no interface has the address that it would send from. ``patience_s``: seconds to wait for a
+    name that does not resolve yet, such as that of a pod that has not started. Raises ``EnvironmentLacks`` if no
+    route to ``host`` is found by then.
     """
     own = _own_address(host, port, patience_s)
     for name, addresses in psutil.net_if_addrs().items():
@@ -131,7 +130,7 @@ def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str |
 
 
 def take_interface(host: str, port: int, *, patience_s: float = 0.0) -> None:
-    """Make gloo use, in this process, the interface that reaches rank 0, unless somebody chose one.
+    """Make gloo use, in this process, the interface that reaches rank 0, unless ``GLOO_SOCKET_IFNAME`` is set.
 
     By itself gloo uses the interface that the host's own name resolves to, which on many systems is the
     loopback. ``patience_s``: see ``interface_towards``. Raises ``EnvironmentLacks`` as that does, and for a
@@ -179,7 +178,7 @@ def _own_address(host: str, port: int, patience_s: float) -> str:
 
 
 def own_among(hosts: Sequence[str]) -> list[int]:
-    """Return the indices of names or addresses that are this machine's; unresolved ones are not."""
+    """Return the indices of the names and addresses that belong to this machine; unresolved names do not."""
     own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
     return [place for place, host in enumerate(hosts) if any(found in own or is_loopback(found) for found in _addresses(host))]
 

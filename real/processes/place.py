@@ -34,7 +34,7 @@ class Place(Config):
     """Namespace of process numbers."""
     pid: int
     started: int = 0
-    """Start time in the kernel's ticks, which with the number identifies the process. 0: unknown."""
+    """Start time in the kernel's ticks, which together with ``pid`` identifies the process; 0 if unknown."""
 
     @classmethod
     def here(cls) -> Place:
@@ -51,7 +51,7 @@ class Place(Config):
         return self.boot or self.host
 
     def shares_numbers(self, other: Place) -> bool:
-        """Whether a process number means the same to both."""
+        """Whether a process number refers to the same process in both places."""
         return self.kernel == other.kernel and self.namespace == other.namespace
 
     def lives(self) -> bool:
@@ -60,7 +60,10 @@ class Place(Config):
 
 
 def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
-    """Yield processes that were started with such a variable, ``NAME=value``; other users' are left out."""
+    """Yield the ids of processes that were started with a variable, ``NAME=value``, for which ``is_it`` is true.
+
+    Processes whose environment this user may not read are left out.
+    """
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or is not ours to read
@@ -69,12 +72,12 @@ def processes_with(is_it: Callable[[bytes], bool]) -> Iterator[int]:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state letter of a process (R, S, T, Z, ...); empty if there is none."""
+    """Return the kernel's state letter of a process (R, S, T, Z, ...); empty if there is no such process."""
     return (_stat(pid) or [""])[0]
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start time of a process (proc_pid_stat(5), field 22); none if there is none."""
+    """Return the start time of a process (proc_pid_stat(5), field 22); ``None`` if there is no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -91,11 +94,11 @@ PREFIX = "fleetbench-"
 _ROOM_BYTES = 4 << 20
 """Free bytes that a job's folder needs for heartbeats, logs and results."""
 OWNER = "owner.json"
-"""Name of the file in such a folder that identifies its process."""
+"""Name of the file in a job's folder that identifies the process that owns the folder."""
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Create a folder for only this user, below ``within`` or the temporary folder, after a sweep there.
+    """Create a folder for only this user, below ``within`` or the temporary folder, where ``sweep`` cleans up first.
 
     Raises ``EnvironmentLacks`` if the temporary folder has too little room.
     """
@@ -107,7 +110,7 @@ def make_folder(within: Path | None = None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     try:
         (folder / OWNER).write_text(json.dumps(encode(Place.here())), encoding="utf-8")
-    except OSError:  # such as of a full disk
+    except OSError:  # for example because the disk is full
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
@@ -124,7 +127,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def leave_folder(folder: Path, error: BaseException | None) -> None:
-    """Remove a folder; after ``WorkerFailed``, whose hint names output in it, keep it permanently."""
+    """Remove a folder. After ``WorkerFailed``, whose hint names output in it, keep the folder permanently."""
     if isinstance(error, WorkerFailed):
         (folder / OWNER).unlink(missing_ok=True)
     else:
@@ -143,7 +146,7 @@ def sweep(root: Path) -> None:
 def _owner(path: Path) -> Place | None:
     """Return the owner of a folder.
 
-    None if it, or its owner file, is a link, another user's, or unreadable.
+    Return ``None`` if the folder, or its owner file, is a link, another user's, or unreadable.
     """
     try:
         if any(found.is_symlink() or found.lstat().st_uid != os.geteuid() for found in (path.parent, path)):

@@ -1,10 +1,10 @@
-"""Role: which trainer of a job this process is, as the variables of whoever started it say.
+"""Role: which trainer or server of a job this process is, according to the environment variables of its launcher.
 
-Four kinds of start are told apart; the first whose variables are there wins.
+There are four kinds of start. The first in this table whose variables are set applies.
 
 =========  ==========================================================================================
 torchrun   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK: torchrun,
-           ``fleetbench launch``, and operators of Kubernetes that start one trainer a pod
+           ``fleetbench launch``, and operators of Kubernetes that start one trainer per pod
 Paddle     PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS, TRAINING_ROLE and
            PADDLE_PSERVERS_IP_PORT_LIST: Fleet's own launchers, and clouds that imitate them
 Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS and other variables of a step: ``srun``. A batch script's own
@@ -27,11 +27,11 @@ STORE = "FLEETBENCH_STORE"
 """Environment variable with the file through which the ranks of ``fleetbench launch`` find each other."""
 
 JOINED = "FLEETBENCH_JOINED"
-"""Environment variable with a file that is there once a trainer of ``fleetbench launch`` has called
+"""Environment variable with the path of a file that exists once a trainer of ``fleetbench launch`` has called
 ``fleet.init``."""
 
 ATTACH = "FLEETBENCH_ATTACH"
-"""Environment variable with a job's folder, in a command whose scripts need not know fleetbench: see
+"""Environment variable with a job's folder, for a command whose scripts need not call fleetbench: see
 ``real.attach``."""
 
 STRATEGY = "FLEETBENCH_STRATEGY"
@@ -42,15 +42,15 @@ STARTUP = "FLEETBENCH_STARTUP_TIMEOUT"
 the others to come."""
 
 TUNING = "FLEETBENCH_TUNING"
-"""Environment variable with a job's folder, in a user's script that ``fleetbench profile``, ``tune`` or ``why
+"""Environment variable with a job's folder, for a user's script that ``fleetbench profile``, ``tune`` or ``why
 -- COMMAND`` drives."""
 
 WHY = "FLEETBENCH_WHY"
-"""Environment variable of a command that ``fleetbench why`` looks at: DistributedDataParallel stays as it
-is."""
+"""Environment variable of a command that ``fleetbench why`` observes: its DistributedDataParallel is left
+unchanged."""
 
 SEED = "FLEETBENCH_SEED"
-"""Environment variable with the seed of a tuning's run to the target, for a user's script that takes it."""
+"""Environment variable with the seed of a run to the target during tuning, for scripts that read it."""
 
 ENVIRONMENT = "env://"
 """``init_method`` that reads MASTER_ADDR and MASTER_PORT."""
@@ -71,13 +71,13 @@ class Role:
     local_rank: int = 0
     """Rank among the trainers of its node."""
     trainers_per_node: int | None = 1
-    """Number of trainers per node; none if nodes differ, or if a node's ranks are not consecutive, so that
+    """Number of trainers per node; ``None`` if nodes differ, or if a node's ranks are not consecutive, so that
     there is no hierarchy."""
     rendezvous: str | None = None
-    """``init_method`` of torch's process group; none for a single trainer, and if ``store`` is given."""
+    """``init_method`` of torch's process group; ``None`` for a single trainer, and if ``store`` is given."""
     store: str | None = None
-    """File through which the trainers find each other; no URL, in which ``#`` and ``?`` would end its
-    name."""
+    """Path of the file through which the trainers find each other. It is not a URL, because ``#`` and ``?`` would end
+    the name there."""
     endpoints: tuple[str, ...] = ()
     """``host:port`` of every trainer, if the launcher gives it."""
     servers: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def role_among(hosts: Sequence[str], rank: int) -> Role:
 
 
 def launcher_of(role: Role, environment: Mapping[str, str]) -> str:
-    """Return the name of the launcher; ``fleetbench launch`` sets variables of others."""
+    """Return the name of the launcher; ``fleetbench launch`` is known by variables that only it sets."""
     return "fleetbench launch" if JOINED in environment or STARTUP in environment else role.launcher
 
 
@@ -185,10 +185,11 @@ def _of_slurm(environment: Mapping[str, str]) -> Role:
 
 
 def _slurm_endpoint(environment: Mapping[str, str], num_nodes: int) -> tuple[str, int]:
-    """Where rank 0 listens: on the step's first node, unless MASTER_ADDR names another address of it.
+    """Return host and port at which rank 0 listens.
 
-    Without MASTER_PORT it is the first port that the step reserved (``srun --resv-ports``), or one
-    that follows from the numbers of job and step, so that steps that meet on a node do not meet there.
+    The host is the step's first node, or the address of it in MASTER_ADDR. Without MASTER_PORT, the port is the first
+    that the step reserved (``srun --resv-ports``). Without that, it follows from the numbers of job and step, so that
+    different steps on a node use different ports.
     """
     if "MASTER_ADDR" in environment:
         host = environment["MASTER_ADDR"]
@@ -223,9 +224,9 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _per_node(hosts: Sequence[str]) -> int | None:
-    """Return the trainers per node from every rank's host.
+    """Return the number of trainers per node from every rank's host.
 
-    None if they differ, or ranks are not consecutive.
+    Return ``None`` if nodes differ, or if a node's ranks are not consecutive.
     """
     num = hosts.count(hosts[0])
     blocks = [set(hosts[first : first + num]) for first in range(0, len(hosts), num)]
@@ -234,7 +235,7 @@ def _per_node(hosts: Sequence[str]) -> int | None:
 
 
 def _rank_of(rank: str, size: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return a rank, and the number of trainers."""
+    """Return the rank and the number of trainers from the variables ``rank`` and ``size``."""
     trainers = _number(size, environment, least=1)
     own = _number(rank, environment)
     if own >= trainers:

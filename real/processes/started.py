@@ -1,4 +1,4 @@
-"""Processes that a launch has started on this machine: named servers and trainers, which end with it."""
+"""Processes that a launch has started on this machine: named servers and trainers, which end with the launch."""
 
 import contextlib
 import os
@@ -47,39 +47,37 @@ class Started:
     log: Path
     popen: subprocess.Popen[bytes]
     code: int | None = None
-    """Exit code, negative for a signal; none until ``look`` has seen its end."""
+    """Exit code, negative for a signal; ``None`` until ``look`` has seen the end."""
     ended_s: float = 0.0
-    """Time of that look."""
+    """Time in s, on the monotonic clock, at which ``look`` has seen the end."""
 
     @property
     def name(self) -> str:
-        """Name in errors."""
+        """Name of the process in errors, such as ``rank 1``."""
         return f"{'server' if self.kind == 'server' else 'rank'} {self.rank}"
 
     def look(self) -> None:
-        """Look whether it has ended."""
+        """Record the exit code if the process has ended."""
         if self.code is None and (code := self.popen.poll()) is not None:
             self.code, self.ended_s = code, time.monotonic()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is stopped by SIGSTOP or a debugger."""
+        """Whether the process is stopped by SIGSTOP or a debugger."""
         return self.code is None and process_state(self.popen.pid) == "T"
 
 
 def start(kind: Kind, rank: int, command: list[str], environment: Mapping[str, str], log: Path) -> Started:
-    """Start one, with its output in ``log``."""
+    """Start a server or trainer, with its output in ``log``."""
     return Started(kind, rank, log, start_process(command, log, environment))
 
 
 def start_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, gently: bool = False, workdir: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a child that ends with this process (``gently``: see ``bound``).
+    """Start a child that ends with this process (``gently``: see ``bound``), and append its output to ``log``.
 
-    Its output is appended to ``log``.
-
-    Its session is its own, so that Ctrl-C reaches the launcher alone, which ends all in order.
+    The child has its own session, so Ctrl-C reaches only the launcher, which ends all processes in order.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -95,7 +93,7 @@ def start_process(
 
 @contextlib.contextmanager
 def users_launcher(command: Sequence[str], grace_s: float, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a user's command, such as torchrun, with ``options`` of ``Popen``; it ends with the ``with``.
+    """Yield a user's command, such as torchrun, started with ``options`` of ``Popen``; it is killed after the ``with``.
 
     If interrupted, the command has ``grace_s`` seconds to end. Raises ``EnvironmentLacks`` if there is no such program.
     """
@@ -117,12 +115,12 @@ def users_launcher(command: Sequence[str], grace_s: float, **options: Any) -> It
 
 
 def meeting_variables(folder: Path) -> dict[str, str]:
-    """Return where ranks of this machine meet: a file in ``folder``, and torch's variables for scripts."""
+    """Return variables by which ranks of this machine meet: a file in ``folder``, and torch's address for scripts."""
     return {"MASTER_ADDR": LOCAL, "MASTER_PORT": str(free_ports(1)[0]), STORE: str(folder / "store")}
 
 
 def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
-    """Return torchrun's variables for a rank of a single node, except where ranks meet."""
+    """Return torchrun's variables for a rank of a single node, without those by which ranks meet."""
     numbers = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"WORLD_SIZE": trainers, "ROLE_WORLD_SIZE": trainers, "LOCAL_WORLD_SIZE": trainers}
     named = {"ROLE_NAME": "trainer", "TORCHELASTIC_RUN_ID": "fleetbench"}
@@ -131,7 +129,7 @@ def torchrun_variables(rank: int, trainers: int) -> dict[str, str]:
 
 
 def end(processes: Sequence[Started]) -> None:
-    """End those that live, and their own child processes: first by SIGTERM, then by SIGKILL."""
+    """End the processes that still run, and their child processes: first by SIGTERM, then by SIGKILL."""
     with uninterrupted():
         for how in (signal.SIGTERM, signal.SIGKILL):
             living = [process.popen for process in processes if process.popen.poll() is None]
@@ -152,9 +150,9 @@ def _signal(pid: int, how: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
-    """A timed clean-up that none of ``signals`` interrupts: by default a second Ctrl-C, SIGTERM and SIGHUP.
+    """Ignore ``signals`` during a clean-up; by default SIGINT, SIGTERM and SIGHUP.
 
-    A thread other than the main one receives no signals anyway.
+    In other threads than the main one, which receive no signals anyway, do nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -169,9 +167,9 @@ def uninterrupted(*signals: signal.Signals) -> Iterator[None]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Return ports of this machine without a listener, below those that the system uses for connections.
+    """Return ``num`` free ports of this machine, below those that the system gives to outgoing connections.
 
-    Any connection might take one of those before a server binds it.
+    An outgoing connection could take a higher port before a server binds it.
     """
     found: list[int] = []
     with contextlib.ExitStack() as opened:
@@ -179,7 +177,7 @@ def free_ports(num: int) -> list[int]:
             if len(found) == num:
                 break
             probe = opened.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # somebody has it
+            with contextlib.suppress(OSError):  # the port is taken
                 probe.bind((LOCAL, port))
                 found.append(port)
     return found

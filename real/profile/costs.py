@@ -1,7 +1,8 @@
-"""Costs of training besides its layers, from the steps and spans of short runs of the strategies.
+"""Costs of a training step besides its layers, from the steps and spans of short runs of strategies.
 
-All durations are seconds. A step's time is a sum, so its parts are means over ranks and steps, without the
-slowest few percent (``typical``); a median would leave out half of what makes real steps long.
+All durations are in seconds. A step's time is the sum of its parts, so each part is a mean over ranks and
+steps that leaves out the slowest few percent (``typical``). A median would ignore the slower half, which
+makes real steps long.
 """
 
 import dataclasses
@@ -29,54 +30,54 @@ from fleetbench.timeline import COMMUNICATION, HOST, Span, start_name
 Floats = npt.NDArray[np.float64]
 
 _SLOWEST = 0.02
-"""Share of the steps that counts as hiccups of the machine."""
+"""Share of the values, the largest, that ``typical`` leaves out."""
 _LONGEST_GAP = 0.5
-"""Longest gap between two collectives of one lane, as a share of the second. A longer gap is a wait for the
-caller."""
+"""Longest gap before a collective that counts as its cost, as a share of its duration. The rest of a longer
+gap is a wait for the caller."""
 
 
 def typical(values: npt.ArrayLike) -> float:
-    """Return the mean without the slowest; 0 for no values."""
+    """Return the mean of all but the largest 2 % of the values; 0 for no values."""
     ordered = np.sort(np.asarray(values, dtype=float).ravel())
     return float(ordered[: len(ordered) - int(_SLOWEST * len(ordered))].mean()) if len(ordered) else 0.0
 
 
 def counted(result: RunResult) -> pd.DataFrame:
-    """Return the steps after the warm-up."""
+    """Return the rows of ``result.steps`` after the warm-up."""
     return result.steps[result.steps["step"] >= 1]
 
 
 def closing(result: RunResult) -> pd.DataFrame:
-    """Return the counted steps after which trainers averaged."""
+    """Return the rows of steps after the warm-up at whose end trainers averaged."""
     table = counted(result)
     return table[table["local_steps"].notna()]
 
 
 def typical_s(result: RunResult, column: str) -> float:
-    """Return the typical value of a column, over ranks and steps."""
+    """Return the typical value of a column of the steps after the warm-up, over all ranks."""
     return typical(counted(result)[column].to_numpy())
 
 
 def compute_times(result: RunResult) -> Floats:
-    """Return forward plus backward by rank and step."""
+    """Return the seconds of forward plus backward after the warm-up, shape ``(ranks, steps)``."""
     table = counted(result)
     compute = table.assign(compute_s=table["forward_s"] + table["backward_s"]).pivot_table(index="rank", columns="step", values="compute_s")
     return np.asarray(compute.to_numpy(), dtype=float)
 
 
 def exchanges(result: RunResult, steps: pd.DataFrame | None = None) -> Floats:
-    """Return seconds by step, from the last rank's arrival to the end of the exchange on the last rank.
+    """Return each step's seconds from the arrival of the last rank until the exchange ends on the last rank.
 
-    ``steps``: rows of the result's, by default those after the warm-up. Steps follow each other at that pace:
-    the rank that ends last arrives last at the next exchange. A ring over slow and fast links ends earlier on
-    some ranks, by a segment's time, and their mean would be too short by that.
+    ``steps`` are rows of ``result.steps``, by default those after the warm-up. The last rank counts because
+    it sets the pace: the rank that ends last arrives last at the next exchange. A ring over slow and fast
+    links ends earlier on some ranks, by a segment's time, so a mean over ranks would be too short.
     """
     table = counted(result) if steps is None else steps
     return np.asarray(table["exposed_comm_s"].groupby(table["step"]).max().to_numpy(), dtype=float)
 
 
 def start_times(result: RunResult) -> dict[int, Floats]:
-    """Return the seconds to start each bucket, over all ranks and steps."""
+    """Return the host's seconds for each start of a bucket, by bucket id, over all ranks and counted steps."""
     names = {start_name(bucket.id): bucket.id for bucket in result.plan.buckets}
     first = counted(result).groupby("rank")["start_s"].min()
     begin_ns = {int(rank): round(float(start) * 1e9) - 1 for rank, start in first.items()}  # type: ignore[call-overload]  # an index of ints
@@ -86,11 +87,11 @@ def start_times(result: RunResult) -> dict[int, Floats]:
 
 
 def collective_times(averaged: RunResult) -> dict[int, Floats]:
-    """Return the seconds of each bucket's all-reduce in an averaging whose buckets queue.
+    """Return the seconds of each bucket's all-reduces, by bucket id, in averagings whose buckets queue.
 
-    It is the time from the end of the previous one on its lane to its own end, because gaps are part of the
-    cost. All-reduces that began before any on the lane had ended are excluded: they queued after nothing. If
-    an optimizer's state is averaged after the parameters, only a bucket's first all-reduce counts.
+    A time runs from the end of the previous all-reduce on the same lane to the end of this one, because gaps
+    are part of the cost. All-reduces that began before any on the lane had ended are left out: they did not
+    queue. If an optimizer's state is averaged after the parameters, only a bucket's first all-reduce counts.
     """
     names = {f"all_reduce {bucket.id}": bucket.id for bucket in averaged.plan.buckets}
     found: dict[int, list[float]] = {}
@@ -109,7 +110,7 @@ def collective_times(averaged: RunResult) -> dict[int, Floats]:
 
 
 def _averagings(result: RunResult) -> list[list[Span]]:
-    """Return the collectives of every averaging after the warm-up, by rank and step."""
+    """Return the collectives of every averaging after the warm-up, one list per rank and step."""
     spans: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION):
@@ -123,25 +124,25 @@ def _averagings(result: RunResult) -> list[list[Span]]:
 
 
 _WEIGHT_OF_ALL = 4.0
-"""Weight of the point of all gradients, as a multiple of all others together."""
+"""Weight of the point of all gradients in ``fit_points``, as a multiple of that of all other points together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """Compute time to start buckets."""
+    """Compute time that starting buckets' collectives costs."""
 
     per_collective_s: float
     pack_s: float
-    """Seconds to copy all gradients together."""
+    """Seconds to copy all dense gradients into buckets."""
 
     def of(self, plan: Plan) -> tuple[float, ...]:
-        """Return the seconds to start each bucket."""
+        """Return the seconds to start each bucket of a plan."""
         total = sum(bucket.nbytes for bucket in plan.buckets if not bucket.sparse) or 1
         return tuple(self.per_collective_s + (0.0 if bucket.sparse else self.pack_s * bucket.nbytes / total) for bucket in plan.buckets)
 
 
 def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, ...]:
-    """Return the times of all-reduces in the loop: of each gradient in a queue, and of all in one bucket."""
+    """Return times of all-reduces: of single gradients (``averaged``), and of all in one bucket (``whole``)."""
     sizes = {bucket.id: bucket.nbytes for bucket in averaged.plan.buckets}
     times = collective_times(averaged)
     found = [_point(sizes[bucket], times[bucket]) for bucket in sorted(times, key=sizes.__getitem__)]
@@ -152,10 +153,10 @@ def points_of(whole: RunResult, averaged: RunResult) -> tuple[CollectivePoint, .
 
 
 def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
-    """Return the times of gather plus scatter of each block, as an all-reduce of as many bytes.
+    """Return the time of each block's gather plus scatter, as that of an all-reduce of the block's size.
 
-    Each counts from the last rank's arrival, so it took no longer than on the rank where it was shortest. If
-    replicas exchange in a scatter, the scatter is assumed to take as long as a gather.
+    A collective counts from the arrival of the last rank, that is, on the rank where it was shortest. If the
+    scatter also exchanges gradients between replicas, it is assumed to take as long as the gather.
     """
     plan = sharded.plan
     found = []
@@ -167,7 +168,7 @@ def points_of_blocks(sharded: RunResult) -> tuple[CollectivePoint, ...]:
 
 
 def _shortest(result: RunResult, name: str) -> Floats:
-    """Return the seconds of each collective with that name on the rank where it is shortest."""
+    """Return the seconds of each collective called ``name`` on the rank where it is shortest."""
     by_rank: dict[int, list[Span]] = {}
     for span in result.spans:
         if span.stream.startswith(COMMUNICATION) and span.name == name:
@@ -185,9 +186,9 @@ def _point(nbytes: int, took_s: Floats) -> CollectivePoint:
 
 
 def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
-    """Fit the link.
+    """Fit a line to the times of all-reduces by size.
 
-    Most weight is on the largest point, all gradients together, which is where a default bucket is.
+    Most weight is on the largest point, all gradients together, because a default bucket is near that size.
     """
     known = list(points)
     largest = max(range(len(known)), key=lambda index: known[index].nbytes, default=0)
@@ -197,14 +198,14 @@ def fit_points(points: Iterable[CollectivePoint], trainers: int) -> Hockney:
 
 
 def quantising(run: RunResult, hockney: Hockney) -> Nanoseconds:
-    """Return the time to send 10^6 bytes in INT8 beyond the link: quantising, adding and converting back."""
+    """Return the ns per 10^6 bytes sent in INT8 that the link does not explain: quantising, adding, converting back."""
     nbytes = sum(operation.nbytes for chain in run.plan.of_bucket.values() for operation in chain)
     beyond_s = typical(exchanges(run, closing(run))) - len(run.plan.buckets) * hockney.line.intercept - hockney.line.slope * nbytes
     return Nanoseconds(max(0, round(beyond_s * 1e15 / nbytes)))
 
 
 def starts_of(whole: RunResult, several: RunResult) -> Starts:
-    """Return the regression of start times on bucket sizes, from one bucket and from several."""
+    """Fit the time to start a bucket by its size, to the runs with one bucket (``whole``) and with several."""
     sizes: list[float] = []
     took: list[float] = []
     weights: list[float] = []
@@ -229,13 +230,13 @@ def slowdowns_of(table: LayerTable, several: RunResult, starts: Starts, hockney:
         backward_s=table.backward_ns * 1e-9,
         start_s=starts.of(several.plan),
     )
-    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # nothing travels beside a forward
+    drift = typical_s(several, "forward_s") / (table.forward_ns * 1e-9) if table.forward_ns else 1.0  # no exchange overlaps a forward
     measured = Overlapped(backward_s=typical_s(several, "backward_s") / drift, stall_s=typical(exchanges(several)) / drift)
     return fit_slowdowns(exchange, measured)
 
 
 def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
-    """Return the link of each of two collectives in flight, or nothing if two never are.
+    """Return the link of each of two simultaneous collectives, as a tuple of one; empty if there never are two.
 
     The link is never faster than that of one collective.
     """
@@ -264,7 +265,7 @@ def link_of_two(two: RunResult, hockney: Hockney) -> tuple[Link, ...]:
 
 
 def sharing_notes(in_flight: Sequence[Link], alone: Link) -> list[str]:
-    """Return a note for each link at which the fit of ``link_of_two`` ended at its limit."""
+    """Return a note for each link whose bandwidth is at the lower limit of the fit in ``link_of_two``."""
     least = LEAST_TOGETHER / 2
     what = f"two in flight took longer than the fit allows for: each is said to have {least:g} of the bandwidth, which is its limit"
     return [f"the link: {what}; profile again" for each in in_flight if each.bandwidth < 1.05 * least * alone.bandwidth]
@@ -273,8 +274,9 @@ def sharing_notes(in_flight: Sequence[Link], alone: Link) -> list[str]:
 def settled(table: LayerTable, whole: RunResult) -> LayerTable:
     """Return the table with the forward, backward, update and loop times of the run ``whole``.
 
-    The copying of gradients at the end of its backward belongs to no layer. If threads load batches, the loop
-    also waits for them, for a time that depends on the step; its own work is then taken from the layers' leg.
+    The time to start buckets at the end of the backward is subtracted, because it belongs to no layer. If
+    threads load batches, the run's loop also waits for them, so the loop's own work stays that of the leg
+    ``layers``.
     """
     start_s = sum(typical(times) for times in start_times(whole).values())
     forward, backward = typical_s(whole, "forward_s"), typical_s(whole, "backward_s") - start_s
@@ -286,7 +288,7 @@ def settled(table: LayerTable, whole: RunResult) -> LayerTable:
 def with_averaging(table: LayerTable, averaged: RunResult) -> LayerTable:
     """Return the table with a local step's compute and update, and the time to pack and apply mean deltas.
 
-    The table already has the time to start the averaging's collectives.
+    The time to start the averaging's collectives is not included: the table has it already.
     """
     share, excess_s = _local_compute(averaged, (table.forward_ns + table.backward_ns) * 1e-9)
     steps = counted(averaged)
@@ -307,11 +309,12 @@ _FEWEST_ROUNDS = 3
 
 
 def _local_compute(averaged: RunResult, synchronous_s: float) -> tuple[float, float]:
-    """Return a local step's compute as a share of a synchronous step's, at most 1, and a round's extra time.
+    """Return a local step's compute as a share of a synchronous step's, at most 1, and a round's extra seconds.
 
-    The share is that of a round's later half; the extra seconds are those of its earlier half, because a core
-    that waited for the averaging computes more slowly for some steps. Returns 1 and 0 if there are too few
-    whole rounds, or if the first step exceeds the later half by less than two standard errors over rounds.
+    The share is that of the steps in a round's later half. The steps of the earlier half take the extra
+    seconds, because a core that has waited for the averaging computes more slowly for some steps. Returns 1
+    and 0 if there are too few whole rounds, or if the first step is not longer than those of the later half
+    by at least two standard errors over rounds.
     """
     k_steps = averaged.experiment.strategy.localsgd_configs.k_steps
     steps = averaged.steps.sort_values(["rank", "step"])

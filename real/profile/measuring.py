@@ -2,21 +2,21 @@
 
 Layers are timed on all trainers of a node at once, with the compute part of the strategy (mixed precision,
 recompute, fused operations), at every requested thread count. The times are then scaled to the forward and
-backward of normal training, in which trainers synchronise at every step and nothing is hooked. The cost of
+backward of normal training, in which trainers synchronise at every step and no layer is hooked. The cost of
 communication, and how much it and compute slow each other, come from runs of the strategies themselves. The
 duration of the legs is announced beforehand.
 
-Three legs per thread count, three more for communication:
+There are three legs per thread count, and three or four more for communication:
 
 - ``layers``: no exchange, every layer timed (``ProfileLeg``);
 - ``whole``: synchronous training, all gradients in one bucket, so that no exchange overlaps compute;
 - ``several``: synchronous training, in buckets that overlap the backward;
 - ``averaged``: Local SGD of eight steps, or of two if steps are long, in one bucket: the time that averaging
-  adds to an update, and how much shorter steps are that need not wait before they begin;
+  adds to an update, and how much shorter steps are if they begin without a wait;
 - ``queued`` and ``queued, two in flight``: rounds of two steps, with one bucket per gradient, which queue
   without compute: the times of all-reduces of many sizes, one at a time and two at once, on one communicator
   if it carries two (``fleetbench.plan.groups``), else on two;
-- ``quantised``, if the strategy sends outer differences in INT8: the same in one bucket, in INT8.
+- ``quantised``, if the strategy sends outer differences in INT8: rounds of two steps, in one bucket, in INT8.
 
 All except ``queued, two in flight`` keep one collective in flight (``sync_nccl_allreduce``).
 
@@ -74,16 +74,16 @@ from real.supported import is_emulated, with_compute
 from real.testbed.noise import quietest
 
 SECONDS = 10.0
-"""Longest duration of a leg in seconds, unless its fewest steps take longer."""
+"""Longest duration of a leg in seconds, unless ``LEAST_STEPS`` steps take longer."""
 STRAGGLER_STEPS = 400
 _METHOD = 6
 """Version of the method: profiles that an older version stored are measured again."""
 STEPS = 100
-"""Counted steps of a leg, if the time allows."""
+"""Number of counted steps of a leg, if the time allows."""
 WARMUP = 10
 _PILOT = 2
 SEVERAL = 8
-"""Approximate number of buckets in the legs with several."""
+"""Approximate number of buckets in the leg ``several``."""
 
 T = TypeVar("T")
 
@@ -91,21 +91,22 @@ T = TypeVar("T")
 class Legs:
     """Runs legs in a session, each for at most ``seconds`` unless its fewest steps take longer.
 
-    Keeps the runs by name. A leg during which the machine was busy runs again.
+    Keeps the runs by name. Repeats a leg during which the machine was busy.
     """
 
     def __init__(self, session: LegSession, seconds: float, done: Callable[[], None]) -> None:
         self.runs: dict[str, RunResult] = {}
         self.foreign_cores: float | None = None
-        """Cores that other processes used during the busiest leg that counts; none if unknown."""
+        """Number of cores that other processes used during the busiest of the kept legs; ``None`` if unknown."""
         self.noise: dict[str, Any] | None = None
-        """Gradient noise in the first leg of layers: before later ones, trainers have drifted apart."""
+        """Gradient noise from the first leg ``layers``, as in ``Measured``; before later ones, trainers have
+        drifted apart."""
         self._session = session
         self._seconds = seconds
         self._done = done
 
     def layers(self, strategy: DistributedStrategy) -> list[dict[str, Any]]:
-        """Measure the layer times of every rank, in the form of ``Measured``."""
+        """Measure the layer times of every rank; return each rank's ``Measured`` as a dict."""
         leg = Leg(strategy=measured_part(strategy), steps=STEPS, warmup_steps=WARMUP, profile=True, max_s=self._seconds)
 
         def measure() -> list[dict[str, Any]]:
@@ -118,7 +119,7 @@ class Legs:
         return parts
 
     def run(self, name: str, strategy: DistributedStrategy, most: int = STEPS) -> RunResult:
-        """Run ``strategy``, for as many steps as a short run before it shows to fit into the time."""
+        """Run ``strategy`` for at most ``most`` steps; a short run before finds out how many fit into the time."""
         pilot = self._session.run(Leg(strategy=strategy, steps=_PILOT, warmup_steps=_PILOT))
         step_s = float(step_times(pilot.steps).max())
         steps = max(LEAST_STEPS, min(most, int(self._seconds / step_s)))
@@ -129,7 +130,7 @@ class Legs:
         return self.runs[name]
 
     def averaged(self, strategy: DistributedStrategy, optimizer: str, step_s: float) -> RunResult:
-        """Run the leg ``averaged``: rounds of eight steps if six of them fit at ``step_s``, else of two."""
+        """Run the leg ``averaged``: rounds of eight steps if six rounds fit at ``step_s`` per step, else of two."""
         k_steps = 8 if 6 * 8 * step_s <= self._seconds else 2
         return self.run("averaged", averaged(strategy, optimizer, k_steps), 25 * max(4, k_steps))
 
@@ -156,19 +157,19 @@ def _computed(strategy: DistributedStrategy) -> DistributedStrategy:
 
 
 def whole(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Return the strategy with all gradients in one bucket, which is ready with the last of them."""
+    """Return the strategy's compute part with all gradients in one bucket, which is ready with the last of them."""
     return measured_part(strategy).replace(fuse_grad_size_in_MB=0.0)
 
 
 def several(strategy: DistributedStrategy, table: LayerTable) -> DistributedStrategy:
-    """Return the strategy with several buckets of similar size."""
+    """Return the strategy's compute part with several buckets of similar size."""
     gradients = [gradient for gradient in table.by_readiness() if not gradient.sparse]
     size_in_mb = sum(gradient.nbytes for gradient in gradients) / SEVERAL / MIB
     return measured_part(strategy).replace(fuse_grad_size_in_MB=size_in_mb, fuse_grad_count=max(2, len(gradients)))
 
 
 def averaged(strategy: DistributedStrategy, optimizer: str, k_steps: int) -> DistributedStrategy:
-    """Return Local SGD in one bucket, with the strategy's update; averages optimizer state if it must."""
+    """Return Local SGD in one bucket, with the strategy's update; it averages a nonlinear optimizer's state, too."""
     return _local(strategy, optimizer, k_steps, fuse_grad_size_in_MB=0.0)
 
 
@@ -183,7 +184,7 @@ def queued_in_twos(strategy: DistributedStrategy, optimizer: str, backend: str) 
 
 
 def quantised(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Return rounds of two steps with an outer optimizer, in one bucket that is sent in INT8."""
+    """Return Local SGD of two steps with an outer optimizer, in one bucket that is sent in INT8."""
     configs = LocalSGDConfigs(k_steps=2, outer_lr=0.7, outer_momentum=0.9, outer_wire="int8")
     return measured_part(strategy).replace(localsgd=True, localsgd_configs=configs, fuse_grad_size_in_MB=0.0)
 
@@ -215,8 +216,9 @@ def measure_profile(
 ) -> Taken:
     """Measure the profile of an experiment in one launch.
 
-    ``seconds``: longest duration of a leg. ``stragglers``: fit a straggler model; the tables then hold X = 0.
-    Raises ``ConfigError`` if the experiment cannot be executed, ``WorkerFailed`` naming the rank.
+    ``seconds`` is the longest duration of a leg. With ``stragglers``, they are fitted, and the tables hold
+    times without them (X = 0). Raises ``ConfigError`` if the experiment cannot be executed, ``WorkerFailed``
+    with the rank that failed.
     """
     if is_emulated(experiment):
         hint = "--set run.device=cpu measures the layer times that it sleeps by"
@@ -231,8 +233,9 @@ def profile_script(
 ) -> Taken:
     """Measure the profile of the session's script, as the module describes.
 
-    With several nodes of several trainers, the profile has one link, that of a ring over all trainers. An
-    undeclared link inside a node is assumed to be as slow, so that rings take the time measured.
+    With several nodes of several trainers, the profile has one link, that of a ring over all trainers. If the
+    cluster declares no link inside a node, that link is assumed to be as slow, so that rings take the
+    measured time.
     """
     experiment = session.experiment
     taken = _Measuring(session, experiment, _computing(experiment), seconds, progress).take(stragglers=stragglers)
@@ -246,7 +249,7 @@ def profile_script(
 def _quiet(experiment: Experiment) -> Experiment:
     """Return the experiment to launch: without injected stragglers, servers and evaluations.
 
-    It has all nodes on a testbed, and otherwise one, because this machine is one node.
+    On a testbed it has all nodes. Otherwise it has one node, which is this machine.
     """
     cluster = experiment.cluster
     if experiment.run.launcher == "testbed":
@@ -260,7 +263,10 @@ def _computing(experiment: Experiment, **changes: Any) -> Experiment:
 
 
 def _shards_itself(experiment: Experiment) -> bool:
-    """Whether a script has sharded its model, which no leg makes whole; experiments are measured whole, and simulated in shards."""
+    """Whether a script shards its model itself, which legs then leave sharded.
+
+    Experiments are measured with the whole model, and simulated in shards.
+    """
     return experiment.strategy.sharding and experiment.run.launcher == "command"
 
 
@@ -272,7 +278,7 @@ def _num_legs(experiment: Experiment, quiet: Experiment) -> int:
 
 
 class _Measuring:
-    """Legs of a running launch of ``quiet``, and the profile of ``experiment`` that follows from them."""
+    """Measures the profile of ``experiment`` by legs of a running launch of ``quiet``."""
 
     def __init__(self, session: LegSession, experiment: Experiment, quiet: Experiment, seconds: float, progress: Progress | None) -> None:
         self._experiment = experiment
@@ -304,9 +310,9 @@ class _Measuring:
         return self._taken(tables, threads, whole, communication, stragglers=stragglers)
 
     def _take_sharded(self, *, stragglers: bool) -> Taken:
-        """Measure a sharded model: gathers and scatters stand for all-reduces of as many bytes.
+        """Measure a sharded model: a gather plus a scatter stands for an all-reduce of the same size.
 
-        With gloo the collectives of sharding do not overlap compute.
+        Raises ``ConfigError`` unless the backend is gloo, where they do not overlap compute.
         """
         if self._quiet.run.backend != "gloo":
             hint = "fleetbench why looks at the script; tune --simulate-only chooses a sharding from the model's shape"
@@ -319,7 +325,7 @@ class _Measuring:
         whole = size(sum(gradient.nbytes for gradient in table.by_readiness()))
         self._notes.append(f"layers were timed with the whole model on each rank: {whole} of parameters, and as much of gradients")
         degree, points = run.plan.shard_ranks, points_of_blocks(run)
-        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # measured for a shard
+        table = dataclasses.replace(table, update=Nanoseconds(degree * table.update))  # measured for one shard only
         hockney = fit_points(points, degree)
         if hockney.line.statement is not None:
             self._notes.append(f"the link: {hockney.line.statement}")
@@ -350,7 +356,7 @@ class _Measuring:
         *,
         stragglers: bool,
     ) -> Taken:
-        """Return the profile of these; stragglers are fitted to the compute of the run ``whole``."""
+        """Return the profile of these measurements; fit stragglers to the compute of the run ``whole`` if asked to."""
         fit = fit_stragglers(compute_times(whole)) if stragglers else None
         if fit is not None and fit.entries:
             share = fit.base * 1e-9 / typical(compute_times(whole))
@@ -379,7 +385,7 @@ class _Measuring:
         return None if self._legs.noise is None else GradientNoise(batch_size=batch_size, **self._legs.noise)
 
     def _communication(self, whole: RunResult) -> tuple[Hockney | None, Communication | None]:
-        """Measure the cost of communication, given the run ``whole``; none for one trainer."""
+        """Measure the cost of communication, given the run ``whole``; both results are ``None`` for one trainer."""
         legs, quiet, trainers = self._legs, self._quiet, self._quiet.cluster.trainers
         if trainers == 1:
             return None, None
@@ -405,7 +411,7 @@ class _Measuring:
         )
 
     def _settled(self, strategy: DistributedStrategy, most: int) -> tuple[LayerTable, RunResult]:
-        """Return a thread count's table with training times, and their run of at most ``most`` steps."""
+        """Return the table of ``strategy``, scaled to a run of normal training of up to ``most`` steps; and the run."""
         parts = self._legs.layers(strategy)
         if self._memory is None:
             self._memory = memory_of(parts)
@@ -416,7 +422,7 @@ class _Measuring:
     def _beside(
         self, strategy: DistributedStrategy, table: LayerTable, whole: RunResult, hockney: Hockney | None
     ) -> tuple[LayerTable, Threads]:
-        """Return the table with the slowdowns of overlapping work, and the thread count's entry."""
+        """Return the table with the costs of overlapping communication, and the entry of its thread count."""
         error, threads = 0.0, counted(strategy.thread_num, "thread")
         if hockney is not None:
             run = self._legs.run(f"several, {threads}", several(strategy, table))
@@ -446,17 +452,19 @@ class _Measuring:
 
 
 _BUSY: set[Path] = set()
-"""Profiles of a busy machine that this process uses, because their points are compared with each other."""
+"""Files of profiles from a busy machine. Only this process uses them, because its results are compared with
+each other."""
 
 
 def ensure_profile(
     experiment: Experiment, root: Path, *, progress: Progress | None = None, told: Callable[[str], object] | None = None
 ) -> Experiment:
-    """Return the experiment with ``workload.profile`` set to its own file, a stored one, or a new one.
+    """Return the experiment with a profile in ``workload.profile``: its own, a stored one, or a new one.
 
-    Profiles are stored below ``root / "profiles"``, named by a hash of all that changes compute. A profile of
-    a busy machine has its own name and is for this process alone. ``told`` is called before a new profile is measured, with a text
-    that says how long that takes. An experiment with a table of layers is returned unchanged.
+    Profiles are stored below ``root / "profiles"``, named by a hash of all that changes compute. A profile
+    measured on a busy machine has another name, and only this process uses it. ``told`` is called before a
+    new profile is measured, with a text that says how long that takes. An experiment with a table of layers
+    is returned unchanged.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
         return experiment

@@ -1,15 +1,17 @@
-"""Parameter servers as processes: servers, and trainers' connections to them.
+"""Parameter servers as processes: the servers, and the trainers' connections to them.
 
-A job. ``real.job.served_launcher`` starts a user's script in every role (``real.servers.served`` is what ``fleet`` does there);
-``leg_servers`` starts the servers of an experiment's leg.
+Start: ``real.job.served_launcher`` starts a user's script in every role; ``real.servers.served`` implements
+``fleet`` there. ``leg_servers`` starts the servers of an experiment's leg.
 
-A push. ``served_training`` hands the gradients of ``optimizer.step()`` to the thread of ``sender``, which sums them, as
-``fleetbench.plan.servers`` decides, cuts the sum into the servers' parts (``parameters``) and sends each over ``links``.
-``server`` reads it (``wire``, ``parameters``), applies it and acknowledges it. In GeoSGD a push is a delta.
+Push: ``served_training`` hands the gradients of ``optimizer.step()`` to the thread of ``sender``. The thread sums
+them, as ``fleetbench.plan.servers`` decides, cuts the sum into the servers' parts (``parameters``), and sends each
+part over ``links``. ``server`` reads it (``wire``, ``parameters``), applies it and acknowledges it. In GeoSGD a
+push is a delta.
 
-A pull. The sender asks every server, and installs the dense parameters of the answers. Over connections of its own, the trainer's thread
-looks up rows of embeddings before a forward, and asks for barriers and checkpoints.
+Pull: the sender asks every server, and installs the dense parameters of the answers. The trainer's own thread has
+separate connections: it looks up rows of embeddings before a forward, and asks for barriers and checkpoints.
 
-A server. It begins empty or from its file (``checkpoints``), takes model, optimizer and rules from the first trainer that joins
-(``Spec``), and serves until all trainers have left. If the connection of one breaks before, the job ends.
+Server: it begins empty or from its file (``checkpoints``), takes model, optimizer and rules (``Spec``) from the
+first trainer that joins, and serves until all trainers have left. If a trainer's connection breaks before the
+trainer has left, the job ends.
 """

@@ -1,9 +1,10 @@
-"""Checkpoints of a server: its shard and its optimizer's state, in one safetensors file, replaced at a stroke.
+"""Checkpoints of a server: its shard and its optimizer's state, in one safetensors file that is replaced atomically.
 
-The file holds a SHA-256 of all that is read from it: of one that was damaged nothing is believed. It is one moment between two
-updates, whole, or the one before it. While a server writes, trainers wait for its answers. A job that begins from it brings its own
-rules: the parameters and the optimizer's state are the file's. Pushes after the file was written are lost with a server that is
-killed, and shards of different servers are not of one moment, unless all trainers asked for them (``fleet.save_persistables``).
+The file contains a SHA-256 of everything that is read from it, and is refused if it is damaged. It holds the state
+between two updates; a crash during a save leaves the previous file intact. While a server writes, trainers wait for
+its answers. A job that begins from the file takes the parameters and the optimizer's state from it, but has its own
+rules. A server that is killed loses the pushes that came after its last file. Files of different servers are from
+different moments, unless all trainers asked for them (``fleet.save_persistables``).
 """
 
 import hashlib
@@ -27,12 +28,15 @@ _DIGEST = "sha256"
 
 
 def shard_path(folder: Path, server: int, servers: int) -> Path:
-    """Where a server's shard lies."""
+    """Return the path of a server's shard."""
     return folder / f"shard-{server:05d}-of-{servers:05d}.safetensors"
 
 
 def write_shard(folder: Path, shard: Shard, version: int) -> str:
-    """Write a server's checkpoint, of ``version`` updates; the error, empty if it was written. Until then the one before stays."""
+    """Write a server's checkpoint after ``version`` updates; return the error, or an empty string.
+
+    After an error, the previous checkpoint is still there.
+    """
     metadata = {
         "format": _FORMAT,
         "spec": shard.spec.to_json().decode(),
@@ -45,19 +49,19 @@ def write_shard(folder: Path, shard: Shard, version: int) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, durable=True) as partial:
             save_file(tensors, partial, {**metadata, _DIGEST: _digest(tensors, metadata)})
-    except (OSError, SafetensorError, ValueError, MemoryError) as error:  # ValueError: no folder has that name
+    except (OSError, SafetensorError, ValueError, MemoryError) as error:  # ValueError: no folder can have that name
         return str(error) or type(error).__name__
     return ""
 
 
 def _arrays(shard: Shard) -> Arrays:
-    """Parameters and the optimizer's state, by name."""
+    """Return the parameters and the optimizer's state, by name."""
     found = {f"parameters.{number}": array for number, array in enumerate(shard.arrays)}
     return found | {f"state.{number}.{slot}": array for number, slots in enumerate(shard.optimizer.state) for slot, array in slots.items()}
 
 
 def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
-    """SHA-256 of all that a file holds, but of itself."""
+    """Return the SHA-256 of a file's tensors and metadata, without the digest itself."""
     described = [[name, str(array.dtype), array.shape] for name, array in sorted(tensors.items())]
     told = sorted((key, value) for key, value in metadata.items() if key != _DIGEST)
     found = hashlib.sha256(json.dumps([told, described]).encode())
@@ -67,7 +71,10 @@ def _digest(tensors: Arrays, metadata: Mapping[str, str]) -> str:
 
 
 def load_shard(folder: Path, server: int, servers: int) -> tuple[Shard, int] | None:
-    """A server's checkpoint and its number of updates; none if there is none. Raises ``ConfigError`` for one that cannot be begun from."""
+    """Return the shard in a server's checkpoint and its number of updates; ``None`` if there is no checkpoint.
+
+    Raises ``ConfigError`` for a checkpoint that cannot be used.
+    """
     path = shard_path(folder, server, servers)
     if not path.exists():
         others = sorted(folder.glob("shard-*-of-*.safetensors"))

@@ -1,7 +1,7 @@
-"""Hosts: which machine has which servers and trainers of a job, as a command line lists them; and what a server's address leads to.
+"""Hosts: which servers and trainers of a job run on which machine, and the IPv4 addresses of servers.
 
-The same line on every host: ``--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4``. A machine finds
-itself in the lists by its addresses. Two counts instead are a job of this machine alone.
+All hosts run the same command line: ``--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4``. A
+machine finds itself in the lists by its addresses. Two counts instead of lists start a job on this machine alone.
 """
 
 import re
@@ -14,19 +14,19 @@ from real.processes.started import LOCAL, free_ports, require_free
 
 _EXAMPLE = "--servers 10.0.0.1:7164,10.0.0.2:7164 --workers 10.0.0.3:4,10.0.0.4:4"
 _MOST = 1023
-"""Trainers of a host: a larger number is a port that was written for a count."""
+"""Largest number of trainers per host: a larger one is taken for a port that was given by mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the processes of a job are."""
+    """Hosts of a job's processes."""
 
     endpoints: tuple[str, ...]
     """``host:port`` of every server, in order."""
     workers: tuple[str, ...]
-    """Host of every trainer, in order."""
+    """Host of every trainer, by rank."""
     own: frozenset[str]
-    """This machine, by the names and addresses that the lists have for it."""
+    """Names and addresses that the lists use for this machine."""
 
     @property
     def own_servers(self) -> tuple[int, ...]:
@@ -40,12 +40,12 @@ class Placement:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every name or address of the lists once, servers' first."""
+        """Names and addresses in the lists, each once, those of servers first."""
         return tuple(dict.fromkeys((*map(host_of, self.endpoints), *self.workers)))
 
     @property
     def is_spread(self) -> bool:
-        """Whether other machines have a part in the job."""
+        """Whether processes of the job run on other machines, too."""
         return not self.own.issuperset(self.hosts)
 
     @property
@@ -54,22 +54,22 @@ class Placement:
         return next(host for host in self.hosts if host in self.own)
 
     def located(self, name: str) -> str:
-        """``rank 1`` or ``server 0`` with its host, where there are several."""
+        """Return ``name``, such as ``rank 1`` or ``server 0``, with its host if the job runs on several machines."""
         hosts = {f"server {number}": host_of(endpoint) for number, endpoint in enumerate(self.endpoints)}
         hosts |= {f"rank {rank}": host for rank, host in enumerate(self.workers)}
         return f"{name} on {hosts[name]}" if self.is_spread and name in hosts else name
 
 
 def host_of(endpoint: str) -> str:
-    """The host of ``host:port``."""
+    """Return the host of ``host:port``."""
     return endpoint.rpartition(":")[0]
 
 
 def place(servers: str, workers: str) -> Placement:
-    """Read ``--servers`` and ``--workers``: two counts, or two lists.
+    """Return the placement that ``--servers`` and ``--workers`` define by two counts or two lists.
 
-    Raises ``ConfigError`` for what is neither, for an address that is listed twice, for the loopback among several hosts,
-    and for lists in which this machine is not.
+    Raises ``ConfigError`` for a text that is neither, for an address that is listed twice, for a loopback address
+    among several hosts, and for lists without this machine.
     """
     given = {"--servers": servers, "--workers": workers}
     counts = {option: int(text) for option, text in given.items() if re.fullmatch(r"\s*[+-]?\d+\s*", text)}
@@ -82,7 +82,7 @@ def place(servers: str, workers: str) -> Placement:
     trainers = tuple(host for host, count in _parts(workers, "--workers", "host:count", _MOST) for _ in range(count))
     hosts = Placement(endpoints=endpoints, workers=trainers, own=frozenset()).hosts
     for host in hosts if len(hosts) > 1 else ():
-        if is_loopback(host) or host == "0.0.0.0":  # noqa: S104  # which is refused
+        if is_loopback(host) or host == "0.0.0.0":  # noqa: S104  # such an address is refused
             hint = "an address of it by which the other hosts reach it"
             option = "--workers" if host in trainers else "--servers"
             raise ConfigError("is every machine itself, and there are several hosts", option, host, hint)
@@ -94,17 +94,17 @@ def place(servers: str, workers: str) -> Placement:
 
 
 def on_this_machine(servers: int, workers: int) -> Placement:
-    """So many of each here, servers on free ports."""
+    """Return the placement of ``servers`` and ``workers`` processes on this machine, servers on free ports."""
     return Placement(endpoints=local_endpoints(servers), workers=(LOCAL,) * workers, own=frozenset([LOCAL]))
 
 
 def local_endpoints(servers: int) -> tuple[str, ...]:
-    """``host:port`` of so many servers on this machine, on free ports."""
+    """Return ``host:port`` for ``servers`` servers on this machine, on free ports."""
     return tuple(f"{LOCAL}:{port}" for port in free_ports(servers))
 
 
 def require_addresses(placement: Placement) -> None:
-    """Raise ``EnvironmentLacks`` where an address of this machine's servers is taken, or is one that other hosts do not reach."""
+    """Raise ``EnvironmentLacks`` if an address of this machine's servers is taken, or other hosts cannot reach it."""
     for number in placement.own_servers:
         endpoint = placement.endpoints[number]
         host, _, port = resolve(endpoint).rpartition(":")
@@ -115,7 +115,10 @@ def require_addresses(placement: Placement) -> None:
 
 
 def _parts(text: str, option: str, form: str, most: int) -> list[tuple[str, int]]:
-    """Host and number of each part of a list; a host without a number has one trainer. No host is a number."""
+    """Return host and number of each part of a list.
+
+    A host without a number has one trainer; for servers, the number is required. A bare number is not a host.
+    """
     found: list[tuple[str, int]] = []
     for part in map(str.strip, text.split(",")):
         matched = re.fullmatch(r"(?!\d+(?::|$))([^\s:\[\]/*]+)(?::(\d+))?", part)
@@ -131,10 +134,10 @@ def _parts(text: str, option: str, form: str, most: int) -> list[tuple[str, int]
 
 
 def resolve(endpoint: str) -> str:
-    """``host:port`` with the host's IPv4 address instead of its name, which libzmq does not look up for those who listen.
+    """Return ``host:port`` with the host's IPv4 address, because libzmq does not resolve names to listen on.
 
-    Raises ``ConfigError`` for an endpoint without a host, which would be all of the machine's networks, or without a port,
-    ``EnvironmentLacks`` for a name that leads nowhere.
+    Raises ``ConfigError`` for an endpoint without a port, or without a host (which would mean all networks of the
+    machine), and ``EnvironmentLacks`` for a name that does not resolve.
     """
     host, _, port = endpoint.rpartition(":")
     if not host or host == "*" or not port.isdecimal():

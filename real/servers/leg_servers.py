@@ -1,6 +1,7 @@
 """LegServers: the server processes of one leg, from before its first step until all trainers have left.
 
-Each is ``python -m real.servers.leg_servers FOLDER NUMBER``, which reads FOLDER/servers.json and leaves its report beside it.
+Each is ``python -m real.servers.leg_servers FOLDER NUMBER``, which reads FOLDER/servers.json and writes its
+report to FOLDER/serverNUMBER.json.
 """
 
 import json
@@ -23,14 +24,15 @@ from real.servers.server_options import ServerOptions
 
 _SPEC = "servers.json"
 _GRACE_S = 10.0
-"""For servers to end after the last trainer."""
+"""Seconds for servers to end after the last trainer has left."""
 
 
 class LegServers:
-    """Life cycle: made; ``start``; ``check`` now and then; ``end``, which gives their reports; ``kill``, in whatever state they are.
+    """The server processes of one leg.
 
-    ``endpoints``: ``host:port`` of each. ``enter``: the command by which a process becomes a program on the host of a server, by its
-    number; none, where all are on the driver's host.
+    Life cycle: created; ``start``; ``check``, regularly; ``end``, which returns the servers' reports; ``kill``, in any
+    state. ``endpoints``: ``host:port`` of each server. ``enter``: returns the command that runs a program on the host
+    of the server with a given number; ``None`` if all servers run on the driver's host.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class LegServers:
         environment: Mapping[str, str],
         **options: object,
     ) -> None:
-        """``options``: other fields of ``ServerOptions``, which are the same for all."""
+        """``options``: other fields of ``ServerOptions``, equal for all servers."""
         self._environment = {**os.environ, **environment}
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,7 @@ class LegServers:
         self._processes: list[Started] = []
 
     def start(self) -> None:
-        """Start them; they end with this process at the latest."""
+        """Start the servers, which end with this process at the latest."""
         for server in range(len(self.endpoints)):
             log = self._log_dir / f"serverlog.{server}"
             command = [sys.executable, "-P", "-m", "real.servers.leg_servers", str(self._folder), str(server)]
@@ -61,13 +63,16 @@ class LegServers:
             self._processes.append(start("server", server, command, self._environment, log))
 
     def check(self) -> None:
-        """Raise ``WorkerFailed`` naming a server that has not ended well."""
+        """Raise ``WorkerFailed`` naming a server that has ended with an error."""
         for process in self._processes:
             if code := process.popen.poll():
                 raise WorkerFailed(how_it_ended(code), process.name, hint=f"its output: {process.log}")
 
     def end(self) -> list[dict[str, Any]]:
-        """The servers' reports, once all trainers have left. Raises ``WorkerFailed`` for a server that does not end, or not well."""
+        """Wait until the servers have ended, and return their reports; call it after all trainers have left.
+
+        Raises ``WorkerFailed`` for a server that does not end, or ends with an error.
+        """
         deadline = time.monotonic() + _GRACE_S
         for process in self._processes:
             try:
@@ -78,18 +83,18 @@ class LegServers:
         return [json.loads((self._folder / f"server{process.rank}.json").read_text(encoding="utf-8")) for process in self._processes]
 
     def kill(self) -> None:
-        """End whatever is left of them."""
+        """End the servers that still run."""
         end(self._processes)
 
 
 def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
-    """Load of each server while steps counted, from the servers' reports."""
+    """Return each server's load during counted steps, from the servers' reports."""
     counts = [Counter({int(missed): int(num) for missed, num in one["staleness"]}) for one in reports]
     return [ServerLoad(span_s=one["served_s"], busy_s=one["busy_s"], staleness=count) for one, count in zip(reports, counts, strict=True)]
 
 
 def main(folder: Path, number: int) -> int:
-    """Serve until all trainers have ended; the exit code."""
+    """Serve until all trainers have left, and return the exit code."""
     spec = json.loads((folder / _SPEC).read_text(encoding="utf-8"))
     endpoints = spec.pop("endpoints")
     own = {"server": number, "servers": len(endpoints), "endpoint": endpoints[number]}

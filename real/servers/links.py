@@ -1,8 +1,8 @@
 """Links: one thread's connections to all servers. Requests go out in order, and each gets one answer.
 
-While a connection lives, TCP delivers every message once and in order, and libzmq's heartbeats find out whether the other process
-lives: a machine that is gone, or a stopped process, breaks the connection too. A broken connection is not replaced: the trainer tells
-the other servers because of whom it ends, and raises.
+While a connection lives, TCP delivers every message once and in order. libzmq's heartbeats also break the connection
+if the other machine is gone or the other process is stopped. A broken connection is not replaced: the trainer tells
+all servers which process has failed, and raises.
 """
 
 import socket
@@ -17,7 +17,7 @@ from fleetbench.errors import ConfigError, WorkerFailed
 from real.servers.wire import Head, Tensor, decode, encode, text_of
 
 BEAT_S = 0.5
-"""Seconds between two heartbeats of a connection, and between two looks at whether a sender lives."""
+"""Seconds between two heartbeats of a connection, and between two checks whether the sender has failed."""
 _BROKEN = "its connection has broken, or it was silent for {:g} s"
 _HINT = "all trainers of a job have one model, optimizer and strategy; a checkpoint is of the same model and optimizer"
 
@@ -31,7 +31,7 @@ class TrainerOptions:
     """``host:port`` of every server, in order."""
     trainers: int = 1
     timeout_s: float = 30.0
-    """Seconds without an answer to a heartbeat after which a server has failed."""
+    """Seconds without an answer to a heartbeat after which a server counts as failed."""
     startup_timeout_s: float = 300.0
     record: bool = False
     first_step: int = 1
@@ -39,20 +39,20 @@ class TrainerOptions:
 
 
 def keep_alive(wire: zmq.Socket[bytes], timeout_s: float) -> None:
-    """Let libzmq break connections of a socket whose other process has not answered a heartbeat for ``timeout_s``."""
+    """Let libzmq break a socket's connection if the other process answers no heartbeat for ``timeout_s`` seconds."""
     wire.heartbeat_ivl = int(1000 * BEAT_S)
     wire.heartbeat_timeout = min(int(1000 * timeout_s), 2**31 - 1)
 
 
 def broken(where: str, timeout_s: float, value: str | None = None) -> WorkerFailed:
-    """The error that names the process at the other end of a broken connection."""
+    """Return the error that names the process at the other end of a broken connection."""
     hint = "its output says why; start the job again, from its checkpoint if there is one, or raise timeout_s on a slow network"
     return WorkerFailed(_BROKEN.format(timeout_s), where, value, hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of ``server``; other fields as in its ``Head``."""
+    """An answer of ``server``: fields of its ``Head``, and its tensors."""
 
     server: int
     kind: str
@@ -69,33 +69,33 @@ class _Link:
     endpoint: str
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    """Hears that the connection has broken."""
+    """Socket that reports when the connection breaks."""
     unanswered: int = 0
     """Number of requests without an answer."""
     heard_s: float = 0.0
-    """Time of the server's last message, or of the first request without an answer."""
+    """Time in s, on the monotonic clock, of the server's last message, or of the first unanswered request after it."""
     is_up: bool = False
-    """The server has said something."""
+    """Whether the server is known to run, for example because it has sent a message."""
     has_left: bool = False
-    """The server knows that this trainer has ended, and may be gone."""
+    """Whether the server knows that this trainer has left, and may therefore be gone."""
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where an error is, and with what."""
+        """Name and address of the server, which are ``where`` and ``value`` of an error."""
         return f"server {self.server}", self.endpoint
 
 
 class Links:
-    """Used by one thread.
+    """Connections of one thread; see the module.
 
-    Raises ``WorkerFailed`` naming a server whose connection breaks, or the process because of which all stop, and ``ConfigError`` if a
-    server refuses this trainer.
+    Raises ``WorkerFailed`` naming a server whose connection breaks, or another process whose failure ends the job.
+    Raises ``ConfigError`` if a server refuses this trainer.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: TrainerOptions, *, are_up: bool = False) -> None:
-        """``are_up``: the servers are known to be there; else each has until its first word to come."""
+        """``are_up``: whether the servers are known to run; if not, one may disconnect before its first message."""
         self.options = options
-        self._patience_s = options.timeout_s + options.startup_timeout_s  # a checkpoint takes its time; ``wait`` ends before
+        self._patience_s = options.timeout_s + options.startup_timeout_s  # long enough for a checkpoint; ``wait`` has a shorter limit
         self.bytes_sent = 0
         self._poller = zmq.Poller()
         self._links = []
@@ -111,11 +111,14 @@ class Links:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was asked has been answered."""
+        """Whether every request has been answered."""
         return not any(link.unanswered for link in self._links)
 
     def ask(self, server: int, kind: str, tensors: Sequence[Tensor] = (), *, rate: float = 0.0, count: int = 0) -> None:
-        """Send a request; its answer comes from ``poll``. The tensors must stay as they are until then."""
+        """Send a request, whose answer ``poll`` will return.
+
+        The tensors must not change until then.
+        """
         link = self._links[server]
         if not link.unanswered:
             link.heard_s = time.monotonic()
@@ -123,13 +126,13 @@ class Links:
         self._send(link, Head(kind, self.options.rank, rate=rate, count=count), tensors)
 
     def poll(self, timeout_s: float, wake: socket.socket | None = None) -> list[Answer]:
-        """Wait for answers, for at most ``timeout_s``, or until there is something to read from ``wake``."""
+        """Wait for answers and return them, after at most ``timeout_s`` seconds, or once ``wake`` has data to read."""
         if wake is not None and wake not in self._poller:
             self._poller.register(wake, zmq.POLLIN)
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
         answers: list[Answer] = []
         for link in self._links:
-            if link.socket in ready or link.monitor in ready:  # a last word comes before its connection breaks
+            if link.socket in ready or link.monitor in ready:  # a server's last message arrives before its connection breaks
                 self._receive(link, answers)
             if link.monitor in ready:
                 recv_monitor_message(link.monitor)
@@ -142,7 +145,10 @@ class Links:
         return answers
 
     def wait(self, within_s: float) -> list[Answer]:
-        """The answers of all servers to a ``join``. Raises ``WorkerFailed`` if they do not come ``within_s`` seconds."""
+        """Return the answers of all servers to a ``join``.
+
+        Raises ``WorkerFailed`` if they do not arrive within ``within_s`` seconds.
+        """
         deadline = time.monotonic() + within_s
         answers: dict[int, Answer] = {}
         while len(answers) < len(self._links):
@@ -157,12 +163,12 @@ class Links:
         return [answers[server] for server in range(len(self._links))]
 
     def settle(self) -> None:
-        """Wait until everything that was asked has been answered."""
+        """Wait until every request has been answered."""
         while not self.is_idle:
             self.poll(BEAT_S)
 
     def close(self) -> None:
-        """Close the connections; what was sent to a server that is there still goes out, for a second."""
+        """Close the connections. Messages to a server that still runs have one more second to go out."""
         for link in self._links:
             if not link.socket.closed:
                 link.socket.disable_monitor()
@@ -188,7 +194,7 @@ class Links:
                 answers.append(Answer(link.server, head.kind, head.count, head.version, tensors))
 
     def _told(self, failure: WorkerFailed) -> WorkerFailed:
-        """Tell all servers whose failure this is, before they miss this trainer; the failure."""
+        """Tell all servers which process failed, before they notice that this trainer is gone; return ``failure``."""
         for link in self._links:
             self._send(link, Head("failed", self.options.rank), [failure.what.encode(), str(failure.where).encode()])
         return failure

@@ -1,10 +1,11 @@
-"""Parameters of a model as servers hold them, dense ones as one vector, embeddings with sparse gradients as tables; and its optimizer.
+"""Parameters of a model as servers hold them: dense ones as one vector, embeddings with sparse gradients as tables.
 
-``Shard`` is what one server holds, and how it reads pushes and look-ups off the wire.
-``join`` is how a trainer enters a job: rank 0 brings the parameters to servers that have none; the others take what servers hold.
+``Shard`` is one server's part of them, with the optimizer's state. ``Parameters`` is a trainer's model, and
+``join`` lets the trainer enter a job: rank 0 sends the parameters to servers that have none, and all other trainers
+take those that the servers hold.
 
-Dense parameters are moved into one storage, whose views they stay; tables stay where they are. All
-work on rows is done by torch, which lets other threads go on in the meantime.
+A trainer's dense parameters become views of one storage; its tables stay where they are. Torch does all work on
+rows, and lets other threads run meanwhile.
 """
 
 import dataclasses
@@ -33,27 +34,27 @@ VERSION = np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(Config):
-    """Model, optimizer and rules as trainers, all alike, tell them to a server. It needs nothing else of a script."""
+    """Description of a job's model, optimizer and rules, equal on all trainers: all that a server knows of a script."""
 
     rules: ServerRules
     dense: int
-    """Numbers in the dense parameters, in the model's order."""
+    """Number of elements in the dense parameters together."""
     tables: tuple[Table, ...]
     dtype: str
     optimizer: str
     options: dict[str, float]
     names: tuple[str, ...] = ()
-    """Dense parameters by name, for readers of a checkpoint."""
+    """Names of the dense parameters in the model's order, for readers of a checkpoint."""
     sizes: tuple[int, ...] = ()
-    """Their numbers of elements."""
+    """Number of elements of each dense parameter, in the same order."""
 
     @property
     def shards(self) -> Shards:
-        """Who holds what."""
+        """Part of the parameters that each server holds."""
         return Shards(servers=self.rules.servers, dense=self.dense, tables=self.tables)
 
     def to_json(self) -> bytes:
-        """For the wire, and for checkpoints."""
+        """Return the description as JSON, for messages and checkpoints."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
 
     @classmethod
@@ -63,9 +64,9 @@ class Spec(Config):
 
 
 def described(spec: Spec, *, model_only: bool = False) -> dict[str, object]:
-    """Names and values by which trainers and servers of a job know each other.
+    """Return the values, by name, in which all trainers and servers of a job must agree.
 
-    ``model_only``: without the rules and the optimizer's options, which another job may change.
+    ``model_only``: leave out the rules and the optimizer's options, which may change from job to job.
     """
     told = dataclasses.asdict(spec)
     rules, options = told.pop("rules"), told.pop("options")
@@ -73,7 +74,7 @@ def described(spec: Spec, *, model_only: bool = False) -> dict[str, object]:
 
 
 def differences(held: Mapping[str, object], told: Mapping[str, object]) -> str:
-    """How a trainer's description differs from what a server holds; empty where it does not."""
+    """Return in which values a trainer differs from a server, as a message; empty if it does not."""
     found = [
         f"{name} ({reprlib.repr(value)} on the server, {reprlib.repr(told.get(name))} on the trainer)"
         for name, value in held.items()
@@ -90,12 +91,15 @@ class Shard(ParameterShard):
         super().__init__(spec.shards, server, DTYPES[spec.dtype], (spec.optimizer, spec.options), _readers(spec))
 
     def adopt(self, spec: Spec) -> None:
-        """Go on from a checkpoint with the rules and options of ``spec``, of this model and optimizer; no trainer has seen anything yet."""
+        """Continue from a checkpoint with the rules and options of ``spec``, which has the same model and optimizer.
+
+        No row is marked as changed, because every trainer takes all parameters when it joins.
+        """
         self.spec, self.optimizer.options = spec, spec.options
         self._changed = self._flags(_readers(spec))
 
     def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Change:
-        """A push off the wire: versions, dense numbers, and rows and values of each table."""
+        """Return the push in a message: versions, dense numbers, and rows and values of each table."""
         dense = read_tensor(tensors[1], self.dense.dtype, (-1,))
         tables = []
         for table, rows_body, body in zip(self.tables, tensors[2::2], tensors[3::2], strict=True):
@@ -109,8 +113,8 @@ def _readers(spec: Spec) -> int:
 
 
 def read_tensor(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers off the wire."""
-    return torch.from_numpy(np.require(numbers(body, dtype, shape), requirements="W"))  # torch warns of what is read-only
+    """Return the numbers in a message's frame as a writable tensor; -1 in ``shape`` as in numpy."""
+    return torch.from_numpy(np.require(numbers(body, dtype, shape), requirements="W"))  # torch warns about read-only memory
 
 
 _HINT = "servers have torch.optim.SGD, Adagrad, Adam and SparseAdam"
@@ -124,7 +128,10 @@ _NOT_THERE = ("maximize", "amsgrad", "dampening", "decoupled_weight_decay")
 
 
 class Parameters(Layout):
-    """The trained parameters of one model, of which dense ones become views. Raises ``ConfigError`` for those that servers cannot hold."""
+    """The trained parameters of one model; dense ones become views of one vector.
+
+    Raises ``ConfigError`` for parameters that servers cannot hold.
+    """
 
     named: dict[str, nn.Parameter]
 
@@ -146,11 +153,11 @@ class Parameters(Layout):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters."""
+        """Size of all parameters in bytes."""
         return sum(value.nbytes for value in (self.flat, *self.tables))
 
     def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
-        """The description of model, optimizer and rules for the servers."""
+        """Return the description of model, optimizer and rules for the servers."""
         shards = self.shards(rules.servers)
         return Spec(
             rules=rules,
@@ -164,7 +171,7 @@ class Parameters(Layout):
         )
 
     def refuse_moved(self) -> None:
-        """Raise ``ConfigError`` where a parameter, or its storage, is another than when this was made: it would not be trained."""
+        """Raise ``ConfigError`` if a parameter or its storage has been replaced: it would not be trained."""
         for module, name, parameter, pointer in self._homes:
             if getattr(module, name.rpartition(".")[2]) is not parameter or parameter.data_ptr() != pointer:
                 what = "is no more where it was when the model was distributed, and would not be trained"
@@ -172,29 +179,31 @@ class Parameters(Layout):
                 raise ConfigError(what, f"parameter {name}", hint=hint)
 
     def gradients(self) -> Change:
-        """The step's gradients, in memory of their own; what the loss did not reach has zeros, or no rows."""
+        """Return a copy of the step's gradients.
+
+        Parameters that the loss does not use have zeros, or no rows.
+        """
         for name, parameter in self.named.items():
             refuse_unknown_sparse(name, parameter.grad, self.sparse)
         return self.change([parameter.grad for parameter in self.named.values()])
 
 
 def shard_change(change: Change, shards: Shards, server: int) -> list[Array]:
-    """The tensors of a push to one server."""
+    """Return the tensors of a push to one server: versions, dense numbers, then rows and values of each table."""
     part = part_of(change, shards, server)
     dense = np.zeros(0, np.float32) if part.dense is None else part.dense.numpy()
     return [part.versions, dense, *(tensor.numpy() for pair in part.tables for tensor in pair)]
 
 
 def read_values(body: memoryview, like: torch.Tensor) -> torch.Tensor:
-    """Numbers off the wire, in place: a vector, or rows as wide as ``like``."""
+    """Return the numbers in a message's frame as a vector, or as rows of the same width as ``like``."""
     return read_tensor(body, like.numpy().dtype, (-1, *like.shape[1:]))
 
 
 def read_pull(answer: Answer, parameters: Parameters) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return what a server answers to a GeoSGD pull: its dense parameters, and the rows of each table.
+    """Return a server's answer to a GeoSGD pull: its dense parameters as a vector, and the changed rows of each table.
 
-    Dense parameters are a vector. A table's rows are the server's numbers of them, ``(rows,)``, and their values,
-    ``(rows, width)``.
+    A table's rows are given by the server's row numbers, ``(rows,)``, and their values, ``(rows, width)``.
     """
     parts = zip(parameters.tables, answer.tensors[1::2], answer.tensors[2::2], strict=True)
     tables = [(read_tensor(rows, ROW, (-1,)), read_values(values, table)) for table, rows, values in parts]
@@ -202,7 +211,11 @@ def read_pull(answer: Answer, parameters: Parameters) -> tuple[torch.Tensor, lis
 
 
 def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told:
-    """Name and options. Raises ``ConfigError`` for another optimizer, several groups that differ, or options that servers do not have."""
+    """Return the name and options by which servers know an optimizer.
+
+    Raises ``ConfigError`` for an optimizer or options that servers do not have, for groups that differ, and for a
+    parameter that no group has.
+    """
     name, group = _KINDS.get(type(optimizer)), optimizer.param_groups[0]
     if name is None:
         raise ConfigError("is no optimizer of a server", "optimizer", type(optimizer).__name__, _HINT)
@@ -230,12 +243,12 @@ def options_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Told
 
 
 def fixed_options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Options of an optimizer's first group that servers are told once: all but the learning rate."""
+    """Return the options that servers receive only once: those of the first group, without the learning rate."""
     return {name: optimizer.param_groups[0][name] for name in optimizer.defaults if name != "lr"}
 
 
 def refuse_changes(optimizer: torch.optim.Optimizer, fixed: Mapping[str, object]) -> None:
-    """Raise ``ConfigError`` where a group has another option than ``fixed``: servers would go on with that one."""
+    """Raise ``ConfigError`` if an option of a group differs from ``fixed``, which servers would continue to use."""
     for group in optimizer.param_groups:
         for name, value in fixed.items():
             if group[name] != value:
@@ -245,7 +258,7 @@ def refuse_changes(optimizer: torch.optim.Optimizer, fixed: Mapping[str, object]
 
 
 def rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of a step. Raises ``ConfigError`` where groups have several, or it is no number."""
+    """Return a step's learning rate. Raises ``ConfigError`` if groups have different rates, or one is not finite."""
     rates = {float(group["lr"]) for group in optimizer.param_groups}
     if len(rates) > 1 or not all(map(math.isfinite, rates)):
         hint = "servers take one for all parameters; look at what schedules it"
@@ -254,18 +267,18 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float:
 
 
 def join(links: Links, spec: Spec, parameters: Parameters) -> tuple[int, ...]:
-    """Join all servers, and leave in ``parameters`` what they hold, of which rank 0 brings what is missing.
+    """Join all servers, and copy their parameters into ``parameters``; rank 0 sends its own to servers without any.
 
-    Returns how many updates each server had made by then. Raises ``WorkerFailed`` for a server that does not come or to which
-    rank 0 brings no parameters, ``ConfigError`` for a trainer that servers refuse, and, on rank 0, for servers of which only some
-    have a checkpoint.
+    Returns the number of updates that each server had made by then. Raises ``WorkerFailed`` if a server does not
+    answer, or if rank 0 sends it no parameters. Raises ``ConfigError`` if servers refuse this trainer and, on rank 0,
+    if only some of the servers have a checkpoint.
     """
     for server in range(spec.rules.servers):
         links.ask(server, "join", [spec.to_json()])
     joined = links.wait(links.options.startup_timeout_s)
     blank = [answer.server for answer in joined if answer.kind == "blank"]
     trained = next((answer for answer in joined if answer.version), None)
-    if blank and trained is not None:  # parameters of the beginning on some servers, and trained ones on others, are no model
+    if blank and trained is not None:  # initial parameters on some servers and trained ones on others are not one model
         what = f"has no checkpoint to begin from, where server {trained.server} goes on after {trained.version} updates"
         hint = "every server needs its shard of the same checkpoint in its fleet.init_server(FOLDER), or none of them has one"
         raise ConfigError(what, f"server {blank[0]}", links.options.endpoints[blank[0]], hint)

@@ -1,8 +1,9 @@
-"""Sender: the thread beside a trainer. It runs the sender's role: it merges, pushes and pulls while the trainer computes.
+"""Sender: a trainer's background thread, which runs the sender's role: it merges, pushes and pulls during computation.
 
-The trainer's messages to it go through a deque, and through a socket that wakes it where one is urgent; its own go through
-a queue. An error ends the thread; the trainer raises it at its next message. What it sends, and when, is decided in
-``fleetbench.plan.servers.training``, GeoSGD's rounds too; their deltas are ``fleetbench.workloads.server_updates``.
+The trainer's messages reach the thread through a deque; a socket wakes the thread for an urgent one. Its messages to
+the trainer go through a queue. An error ends the thread, and the trainer raises it at its next message.
+``fleetbench.plan.servers.training`` decides what is sent and when, in GeoSGD too, and
+``fleetbench.workloads.server_updates`` computes GeoSGD's deltas.
 """
 
 import contextlib
@@ -28,7 +29,10 @@ from real.servers.parameters import VERSION, Parameters, Spec, read_pull, read_v
 
 
 class Sender(threading.Thread):
-    """Life cycle: ``start``; ``tell``, ``hand`` and ``hear`` from the trainer's thread; ``close``."""
+    """A trainer's background thread; see the module.
+
+    Life cycle: ``start``; ``tell``, ``hand`` and ``hear``, called by the trainer's thread; ``close``.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class Sender(threading.Thread):
         self.rules: ServerRules = spec.rules
         self.role = RoleDecider.start(ServerTraining(spec.rules), rank, "sender", record=record)
         self.versions: tuple[int, ...] = (0,) * spec.rules.servers
-        """Updates that each server had made in the model's dense parameters, by server."""
+        """Number of each server's updates that the model's dense parameters contain, by server."""
         self.failure: FleetbenchError | None = None
         """The error that ended the thread."""
         self._links = links
@@ -63,16 +67,17 @@ class Sender(threading.Thread):
         self._closing = False
         self._do: dict[str, Callable[[Operation], None]] = {"merge": self._merge, "send": self._send, "install": self._install}
 
-    # The trainer's side
+    # Called by the trainer's thread
 
     def hand(self, change: Change) -> None:
-        """A gradient; ``tell`` it after that."""
+        """Queue a gradient, which ``tell("gradient")`` must then announce."""
         self._queue.append(change)
 
     def tell(self, word: str, *, urgent: bool = True) -> None:
-        """``gradient``, ``step`` or ``flush``.
+        """Send the thread a message: ``gradient``, ``step`` or ``flush``.
 
-        What is not urgent is heard with the next that is, or within the time after which a trainer counts as idle.
+        The thread reads a message that is not urgent together with the next urgent one, or at the latest after the
+        time in which a trainer becomes idle.
         """
         self.raise_failure()
         self._words.append(word)
@@ -80,21 +85,21 @@ class Sender(threading.Thread):
             self._waker.send(b"!")
 
     def hear(self) -> Message | None:
-        """The next message for the trainer; none where there is none. Raises what ended the thread."""
+        """Return the next message for the trainer, or ``None``. Raises the error that ended the thread."""
         if self._to_trainer.empty():  # which costs less than an exception, in every step
             self.raise_failure()
             return None
         return self._to_trainer.get()
 
     def await_word(self) -> Message:
-        """Wait for the next message for the trainer. Raises what ended the thread."""
+        """Wait for the next message for the trainer and return it. Raises the error that ended the thread."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._to_trainer.get(timeout=BEAT_S)
             self.raise_failure()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread and close its sockets."""
         if self.is_alive():
             self._closing = True
             self._waker.send(b"!")
@@ -103,14 +108,14 @@ class Sender(threading.Thread):
         self._woken.close()
 
     def raise_failure(self) -> None:
-        """Raise what ended the thread, where something has."""
+        """Raise the error that ended the thread, if there is one."""
         if self.failure is not None:
             raise self.failure
 
-    # The thread's
+    # Run by the thread itself
 
     def run(self) -> None:
-        """Serve the role until ``close``."""
+        """Run the sender's role until ``close`` or an error."""
         try:
             longest = min(BEAT_S, self.rules.idle_ns * 1e-9) if self._geo is not None else BEAT_S
             while not self._closing:

@@ -1,4 +1,4 @@
-"""Served: what ``fleet`` is in a job with parameter servers, on a server and on a trainer."""
+"""Served: the implementation of ``fleet`` in a job with parameter servers, on servers and on trainers."""
 
 import math
 import os
@@ -22,11 +22,14 @@ from real.servers.server import ParameterServer
 from real.servers.server_options import ServerOptions, ServerReport
 
 _SILENCE = 4.0
-"""A process has failed that is silent for one such part of the time that a collective would have."""
+"""Ratio of a collective's timeout to the time after which a silent process counts as failed."""
 
 
 class Served:
-    """The role of this process. Raises ``ConfigError`` where calls come out of order, or to the wrong role."""
+    """A server or a trainer of the job.
+
+    Raises ``ConfigError`` for calls in the wrong order or on the wrong kind of process.
+    """
 
     def __init__(self, role: Role, strategy: DistributedStrategy, timeout_s: float) -> None:
         refuse_unserved(strategy)
@@ -51,7 +54,10 @@ class Served:
         return self.role.kind == "server"
 
     def init_server(self, path: Path | None) -> bool:
-        """Take the server's address, and begin from its checkpoint in ``path``, where there is one; whether there was."""
+        """Take the server's address, and begin from its checkpoint in ``path`` if there is one.
+
+        Return whether there was a checkpoint.
+        """
         self.require("server", "fleet.init_server")
         if self._server is not None:
             raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
@@ -66,7 +72,10 @@ class Served:
         return restored
 
     def run_server(self, save_to: Path | None, save_every_s: float | None) -> ServerReport:
-        """Serve until all trainers have ended. Raises ``WorkerFailed`` naming the trainer without which the job cannot go on."""
+        """Serve until all trainers have left.
+
+        Raises ``WorkerFailed`` naming the trainer without which the job cannot continue.
+        """
         self.require("server", "fleet.run_server")
         if self._server is None:
             raise ConfigError("this server has no address yet", "fleet.run_server", hint="call fleet.init_server first")
@@ -78,7 +87,7 @@ class Served:
             return server.run(save_to, save_every_s)
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Prepare the model; a server has no use for it."""
+        """Prepare the model for training; on a server, do nothing."""
         if self.is_server:
             return model
         if self.training is not None:
@@ -90,70 +99,79 @@ class Served:
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let its steps be the strategy's; a server has no use for it."""
+        """Make the optimizer's steps train through the servers; on a server, do nothing."""
         if not self.is_server:
             self.trained("fleet.distributed_optimizer").attach_optimizer(optimizer)
         return optimizer
 
     def synchronize(self) -> None:
-        """Push what there is; outside GeoSGD the model becomes what the servers hold, all of it. A trainer may do so alone."""
+        """Push this trainer's pending changes; except in GeoSGD, the model then gets all of the servers' parameters.
+
+        A trainer may call it without the others.
+        """
         training = self.trained("fleet.synchronize")
         training.flush()
         if training.rules.mode != "geo_sgd":
             training.fetch()
 
     def pull_model(self, where: str = "fleet.pull_model") -> ServedTraining:
-        """Every trainer calls it: all have what the servers hold once all have pushed."""
+        """Give every trainer's model the servers' parameters after all trainers have pushed their changes.
+
+        Every trainer must call it.
+        """
         training = self.trained(where)
         training.flush()
         training.take_all()
         return training
 
     def no_sync(self) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``: gradients are only sent by ``optimizer.step()`` anyway."""
         _refuse("fleet.no_sync", "it is not needed: gradients go out at optimizer.step() alone, however many backwards came before it")
 
     def join(self, **_: bool) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``: trainers of servers have no ``fleet.join``."""
         hint = "in asynchronous training each trainer may have as many batches as it likes; in synchronous training give all as many"
         _refuse("fleet.join", hint)
 
     def report(self, loss: torch.Tensor | float, _metrics: Mapping[str, torch.Tensor | float]) -> None:
-        """Nothing follows it here."""
+        """Do nothing: servers do not use the loss."""
 
     def end_epoch(self) -> None:
-        """Nothing counts epochs here."""
+        """Do nothing: servers count no epochs."""
 
     def worker_index(self) -> int:
-        """This trainer's rank."""
+        """Return this trainer's rank."""
         self.require("trainer", "fleet.worker_index")
         return self.role.rank
 
     def server_index(self) -> int:
-        """Which server this is."""
+        """Return this server's number."""
         self.require("server", "fleet.server_index")
         return self.role.rank
 
     def barrier(self) -> None:
-        """Meet all trainers."""
+        """Wait until all trainers that have not left call it."""
         self.trained("fleet.barrier_worker").barrier()
 
     def load(self, _path: Path, **_: object) -> NoReturn:
-        """Refused."""
+        """Raise ``ConfigError``: servers load their checkpoints in ``fleet.init_server``."""
         hint = "give the folder to the servers: fleet.init_server(FOLDER); a part of a model load before fleet.init_worker(), on rank 0"
         _refuse("fleet.load_persistables", hint)
 
     def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
-        """Every trainer calls it; rank 0 exports what the servers hold."""
-        from real.checkpoints.inference import EXPORT, export, require_name, served_copy  # which other training need not pay for
+        """Export a model with the servers' parameters, on rank 0; every trainer must call it."""
+        from real.checkpoints.inference import EXPORT, export, require_name, served_copy  # others do not need it
 
-        require_name(path)  # on every rank, before all meet and every table comes
+        require_name(path)  # on every rank, before all meet and pull every table
         training = self.pull_model(EXPORT)
         if self.role.rank == 0:
             export(served_copy(training.model, {}), tuple(example_inputs), path, dynamic_shapes)
 
     def save(self, path: Path, *, extra: object) -> None:
-        """Every trainer calls it: what they have made so far is pushed, and rank 0 lets the servers write their shards."""
+        """Push all trainers' pending changes, then let every server write its shard.
+
+        Every trainer must call it.
+        """
         where = "fleet.save_persistables"
         if extra is not None:
             raise ConfigError("servers save parameters and their optimizer's state alone", where, "extra", "leave it out")
@@ -164,25 +182,26 @@ class Served:
             if self.role.rank == 0:
                 training.save(path)
         finally:
-            training.barrier()  # where the others wait, whatever became of the checkpoint
+            training.barrier()  # the others wait there, even if the checkpoint failed
 
     def environment(self) -> dict[str, object]:
-        """Facts about the job for the printed summary."""
+        """Return facts about the job for the printed summary."""
         role = self.role
         return {"trainers": role.trainers, "servers": ", ".join(role.servers), "launcher": launcher_of(role, os.environ)}
 
     def trained(self, where: str) -> ServedTraining:
-        """The training of this process. Raises ``ConfigError`` on a server, and before there is a model."""
+        """Return the training of this process. Raises ``ConfigError`` on a server, and before there is a model."""
         self.require("trainer", where)
         if self.training is None:
             raise ConfigError("there is no model yet", where, hint="call fleet.distributed_model first")
         return self.training
 
     def leave(self) -> None:
-        """At exit: in the asynchronous modes a script that forgot ``stop_worker`` still leaves in order, unless it ends by an error.
+        """Leave the job when this process exits.
 
-        In synchronous training it does not, for it may have ended by ``sys.exit`` between two steps, and the job ends. So it does
-        where a trainer ends before ``init_worker``.
+        In the asynchronous modes, a trainer whose script forgot ``stop_worker`` still leaves in order, unless it ends
+        by an error. In synchronous training it may have ended by ``sys.exit`` between two steps, so the job fails. The
+        job also fails if a trainer exits before ``init_worker``.
         """
         if self._server is not None:
             self._server.close()
@@ -198,14 +217,17 @@ class Served:
             training.close()
 
     def require(self, kind: str, where: str) -> None:
-        """Raise ``ConfigError`` on the other kind of process."""
+        """Raise ``ConfigError`` unless this process is of this ``kind``."""
         if self.role.kind != kind:
             other = "fleet.is_server()" if kind == "server" else "fleet.is_worker()"
             raise ConfigError(f"this process is no {kind}", where, f"{self.role.kind} {self.role.rank}", f"ask {other} first")
 
 
 def startup_timeout_of(environment: Mapping[str, str]) -> float:
-    """Seconds of ``STARTUP``; five minutes without it. Raises ``ConfigError`` for what is no number of seconds."""
+    """Return the seconds that the variable ``STARTUP`` sets; 300 without it.
+
+    Raises ``ConfigError`` if it is not a positive, finite number.
+    """
     text = environment.get(STARTUP, "300")
     with suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:

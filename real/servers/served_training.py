@@ -1,9 +1,9 @@
-"""ServedTraining: a model and an optimizer of the user's, trained with parameter servers, through their hooks.
+"""ServedTraining: training of a user's model with parameter servers, through hooks of the model and its optimizer.
 
-Life cycle: made with a model; ``attach_optimizer``; ``begin``, which joins the servers and starts the sender;
-steps; ``finish``. A step begins with the model's forward and ends with ``optimizer.step()``, which hands
-the gradients on and waits for what the mode says; in GeoSGD it is the optimizer's own. A forward of an
-embedding with sparse gradients first pulls the rows that it reads.
+Life cycle: created with a model; ``attach_optimizer``; ``begin``, which joins the servers and starts the sender;
+steps; ``finish``. A step begins with the model's forward and ends with ``optimizer.step()``, which hands the
+gradients to the sender and waits as the mode requires. A forward of an embedding with sparse gradients first pulls
+the rows that it reads. In GeoSGD, ``optimizer.step()`` updates the trainer's own model, which has all rows.
 """
 
 import functools
@@ -44,62 +44,68 @@ from real.servers.sender import Sender
 from real.servers.wire import text_of
 
 _PIECE_BYTES = 8 << 20
-"""Bytes of rows in one message, when all rows of a table are pulled."""
+"""Largest size in bytes of the rows in one message when a whole table is pulled."""
 
 
 class ServedTraining:
-    """See the module. Raises ``ConfigError`` for what servers cannot train, ``WorkerFailed`` naming the server or trainer that failed."""
+    """Training of one trainer; see the module.
+
+    Raises ``ConfigError`` for a model or optimizer that servers cannot train, and ``WorkerFailed`` naming a server or
+    trainer that failed.
+    """
 
     def __init__(self, model: nn.Module, strategy: DistributedStrategy, options: TrainerOptions) -> None:
         self.model = model
         self.parameters = Parameters(model)
         self.on_step: Callable[[int], None] | None = None
-        """Hears of every step as it begins."""
+        """Called with the number of each step that begins."""
         self.on_compute_end: Callable[[], None] | None = None
-        """Runs where the backward's computation ends, before anything is handed on."""
+        """Called when the backward has ended, before its gradients are handed to the sender."""
         self.step = options.first_step - 1
         self.stopwatch = Stopwatch(options.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
         self._strategy = strategy
         self._options = options
-        self._optimizer: torch.optim.Optimizer  # once attached
+        self._optimizer: torch.optim.Optimizer  # from ``attach_optimizer`` on
         self._fixed: dict[str, object] = {}
         self._spec: Spec | None = None
-        self._role: RoleDecider  # from ``begin`` on, as are the sender's links
+        self._role: RoleDecider  # from ``begin`` on, as are both links
         self._geo: GeoCopy | None = None
         self._sender: Sender | None = None
         self._sender_links: Links
         self._links: Links
-        """The trainer's thread's own."""
+        """Connections of the trainer's own thread."""
         self._table = 0
         self._asked: list[tuple[Array, torch.Tensor]] = []
-        """By server, the rows of table ``_table`` that a look-up is to bring: as the server numbers them, and as they are."""
+        """Rows of table ``_table`` in the current look-up, by server: as numbered on the server, and in the table."""
         self._is_for_step = False
         self._read: dict[int, int] = {}
-        """Updates that each server had made in what this step computes with; the oldest count."""
+        """Number of updates in the oldest parameters from each server that this step computes with, by server."""
         self._fresh: list[torch.Tensor | None] = []
-        """Rows that this step has pulled, by table."""
+        """Rows that this step has pulled, by table; ``None`` if it has pulled none."""
         self._rest: list[Operation] = []
         """Operations that follow the update of a step in GeoSGD."""
         self._touched: list[torch.Tensor | None] = []
         self._update = ExitStack()
-        """Callbacks for the end of an update, also of one that raised: release the sender, restore the optimizer."""
+        """Callbacks for the end of an update, even one that raised. They restore gradients or learning rates, and let
+        the sender merge."""
         self._told_bytes = 0
         self.has_ended = False
-        """This trainer has left its servers, or given up."""
+        """Whether this trainer has left its servers or was closed."""
         self._handles: list[RemovableHandle] = []
         self._open = ExitStack()
         """Resources that ``close`` releases."""
 
     @property
     def rules(self) -> ServerRules:
-        """Rules that follow from the strategy; known once there is an optimizer."""
+        """Rules of the job, known after ``attach_optimizer``."""
         assert self._spec is not None
         return self._spec.rules
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, told: Told | None = None) -> None:
-        """Let ``optimizer.step()`` be the strategy's. Raises ``ConfigError`` for an optimizer that servers do not have.
+        """Make ``optimizer.step()`` train through the servers.
 
-        ``told``: what servers are told instead, of an optimizer that stands for one of theirs.
+        ``told``: name and options for the servers, if they differ from those of ``optimizer``. Raises ``ConfigError``
+        for an optimizer that servers do not have.
         """
         name, options = told or options_of(optimizer, self.parameters)
         rules = rules_of(
@@ -119,7 +125,10 @@ class ServedTraining:
         self._handles = [self.model.register_forward_pre_hook(living_hook(self._before_forward))]
 
     def begin(self) -> None:
-        """Join the servers: rank 0 brings the parameters, unless servers begin from a checkpoint, and the others take them."""
+        """Join the servers and start the sender.
+
+        All trainers take the servers' parameters, which are rank 0's unless the servers begin from a checkpoint.
+        """
         if self._spec is None:
             raise ConfigError("there is no optimizer yet", "fleet.init_worker", hint="call fleet.distributed_optimizer first")
         if self._sender is not None:
@@ -128,7 +137,7 @@ class ServedTraining:
         with ExitStack() as opened:
             self._begin(self._spec, opened)
             self._open = opened.pop_all()
-        self._told_bytes = self.bytes_sent  # joining is no step's
+        self._told_bytes = self.bytes_sent  # bytes of the joining belong to no step
         if self._options.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
             print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
@@ -153,22 +162,23 @@ class ServedTraining:
         self._hook()
 
     def flush(self, *, end: bool = False) -> None:
-        """Push what is queued, and pull dense parameters; in GeoSGD also what others changed of the rows.
+        """Push everything that is queued, and pull dense parameters; in GeoSGD, also the rows that others changed.
 
-        ``end``: no step follows, and all trainers, each of which calls it, leave with what the servers hold then.
+        ``end``: whether no step follows. Then every trainer must call it, and all leave with the servers' parameters.
         """
         with self.stopwatch.waits():
             self._tell(Flush())
         if end:
             self._count_sent()
-            self.stopwatch.finish()  # what follows is none of the last step's
+            self.stopwatch.finish()  # what follows does not belong to the last step
             self.take_all()
             self.finish()
 
     def fetch(self) -> None:
-        """After a flush: put all rows, as the servers hold them, into the model, a piece at a time. Training goes on from them.
+        """Put all rows into the model as the servers hold them, piece by piece; call it after ``flush``.
 
-        In GeoSGD a flush has brought them into a copy; the model becomes that, and changes of its own that have not gone out are lost.
+        Training continues from them. In GeoSGD, the flush has pulled them into a copy, which replaces the model's
+        parameters: changes that this trainer has not pushed are lost.
         """
         self._joined()
         if self._geo is not None:
@@ -180,25 +190,31 @@ class ServedTraining:
                 self._look_up(number, rows)
 
     def take_all(self) -> None:
-        """After a flush of every trainer: all end with what the servers hold then, whatever the mode. All of them call it."""
+        """Give all trainers equal parameters, those of the servers, in every mode.
+
+        Every trainer must call it, after its own ``flush``.
+        """
         self.barrier()
         self.flush()
         self.fetch()
         self.barrier()
 
     def barrier(self) -> None:
-        """Meet all trainers that have not ended."""
+        """Wait until all trainers that have not left call it."""
         self._ask("barrier")
 
     def save(self, folder: Path) -> None:
-        """Let every server write its shard to ``folder``, on its own host. Raises ``WorkerFailed`` where one could not."""
+        """Let every server write its shard to ``folder``, on its own host.
+
+        Raises ``WorkerFailed`` if one cannot.
+        """
         errors = {answer.server: text_of(answer.tensors[0]) for answer in self._ask("save", str(folder).encode())}
         if unsaved := "; ".join(f"server {server}: {error}" for server, error in sorted(errors.items()) if error):
             hint = "look for room and the right to write on the servers' own hosts; training can go on"
             raise WorkerFailed(f"the checkpoint could not be written: {unsaved}", str(folder), hint=hint)
 
     def _ask(self, kind: str, *tensors: bytes) -> list[Answer]:
-        """The answers of all servers."""
+        """Send a request to all servers, and return their answers."""
         sender, answers = self._settled(), list[Answer]()
         for server in range(self.rules.servers):
             self._links.ask(server, kind, tensors)
@@ -207,27 +223,27 @@ class ServedTraining:
             answers += self._links.poll(BEAT_S)
         return answers
 
-    # What a leg of an experiment asks of its executor: this or ``real.engine.engine.Engine``
+    # Methods that a leg of an experiment needs; ``real.engine.engine.Engine`` has them, too
 
     @property
     def num_updates(self) -> int:
-        """Steps: each is an update, here or on the servers."""
+        """Number of steps; each counts as one update, here or on the servers."""
         return self.step
 
     @property
     def plan(self) -> Plan:
-        """Without collectives."""
+        """Plan without collectives."""
         trainers = self._options.trainers
         return Plan(trainers=trainers, buckets=(), exchange=(), groups=(("world", world_of(trainers)),))
 
     def report(self, loss: torch.Tensor) -> None:
-        """Servers follow no loss."""
+        """Do nothing: servers do not use the loss."""
 
     def end_epoch(self) -> None:
-        """Servers count no epochs."""
+        """Do nothing: servers count no epochs."""
 
     def recordings(self) -> list[Recording]:
-        """Recordings of the trainer's role and its sender's; none unless they were asked for."""
+        """Return the recordings of the trainer's and the sender's roles; empty without ``record`` in the options."""
         assert self._sender is not None
         if not self._options.record:
             return []
@@ -235,11 +251,11 @@ class ServedTraining:
 
     @property
     def bytes_sent(self) -> int:
-        """So far, heads included."""
+        """Number of bytes sent so far, heads included."""
         return self._sender_links.bytes_sent + self._links.bytes_sent
 
     def finish(self) -> None:
-        """Push what is left, tell the servers that this trainer has ended, and release everything."""
+        """Push everything that is left, leave the servers, and release all resources."""
         self._joined()
         try:
             self._tell(DataEnd())
@@ -248,7 +264,7 @@ class ServedTraining:
 
     @property
     def has_joined(self) -> bool:
-        """Whether this trainer counts at the servers, and is to leave them in order."""
+        """Whether this trainer has joined its servers and has not left them yet."""
         return self._sender is not None and not self.has_ended
 
     def close(self) -> None:
@@ -266,7 +282,7 @@ class ServedTraining:
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
-        if self._geo is not None:  # the trainer has all rows
+        if self._geo is not None:  # the trainer has all rows itself
             return
         for module in sparse_embeddings(self.model):
             if module.weight.requires_grad:
@@ -281,7 +297,7 @@ class ServedTraining:
     def _before_forward(self, model: nn.Module, _inputs: tuple[Any, ...]) -> None:
         self._joined()
         if model.training and not self._state.in_step:
-            self._read = {}  # what an evaluation looked up before is not what this step computes with
+            self._read = {}  # rows that an evaluation looked up earlier are not this step's
             self._begin_step()
 
     def _begin_step(self) -> None:
@@ -334,7 +350,7 @@ class ServedTraining:
         self._count_sent()
 
     def _count_sent(self) -> None:
-        """Count the bytes sent since the last call to the step under way, or just over."""
+        """Add the bytes sent since the last call to the current step, or the one that has just ended."""
         sent = self.bytes_sent
         self.stopwatch.sends(sent - self._told_bytes)
         self._told_bytes = sent
@@ -344,7 +360,10 @@ class ServedTraining:
 
     @torch.no_grad()
     def _look_up(self, number: int, rows: torch.Tensor, *, is_for_step: bool = False) -> None:
-        """Pull rows of a table, those that this step has not pulled yet. ``is_for_step``: gradients will be computed from them."""
+        """Pull the rows of a table that this step has not pulled yet.
+
+        ``is_for_step``: whether gradients will be computed from them.
+        """
         wanted = torch.unique(rows)
         if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < len(self.parameters.tables[number]):
             return  # the module's own forward raises torch's error
@@ -366,7 +385,10 @@ class ServedTraining:
         return self._role.state
 
     def _settled(self) -> Sender:
-        """The sender, once nothing of the last step is left to do. In GeoSGD an update that raised may have changed rows, too."""
+        """Finish the last step, and return the sender.
+
+        In GeoSGD, the rows of an update that raised are marked as well, because it may have changed some.
+        """
         sender = self._joined()
         self._update.close()
         rest, self._rest = self._rest, []
@@ -375,7 +397,7 @@ class ServedTraining:
         return sender
 
     def _tell(self, event: Event) -> None:
-        """Tell the role, do what it decides, and wait for as long as it waits."""
+        """Pass an event to the role, execute its decisions, and wait as long as the role does."""
         sender = self._settled()
         while (word := sender.hear()) is not None:
             self._decide(word)
@@ -408,7 +430,7 @@ class ServedTraining:
             for server, (own, _) in enumerate(self._asked):
                 self._links.ask(server, "look_up", [own if other == self._table else none for other in range(len(self.parameters.tables))])
         elif operation.kind == "send" and operation.message == "leave":
-            sender.close()  # servers that all have left end, and their connections with them
+            sender.close()  # the servers end after the last trainer, and so do the sender's connections
             self._ask("leave")
         elif operation.kind == "send":
             assert operation.message is not None

@@ -1,9 +1,9 @@
-"""Server: one process's event loop. It reads messages, tells the server's role, and does what that decides.
+"""Server: event loop of one server. It reads messages, passes them to the server's role, and executes its decisions.
 
-Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Requests of a connection are done in order, each
-once. A message of another version is logged and ignored; whatever else raises is an error of this program, of a server or of a
-trainer, and ends the server. The server also ends, and tells all trainers by whom, if the connection of a trainer breaks before it has
-left, or a synchronous trainer keeps the others waiting for too long.
+Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Requests of a connection are
+handled in order, each once. A message of another version is logged and ignored. Any other exception is a bug in the
+server or a trainer, and ends the server. The server also ends if a trainer's connection breaks before the trainer
+has left, or if a synchronous trainer keeps the others waiting for too long; it then names that trainer to all.
 """
 
 import sys
@@ -29,24 +29,27 @@ from real.servers.server_options import ServerOptions, ServerReport
 from real.servers.wire import Head, Tensor, WireError, decode, encode, numbers, text_of
 
 _LOOK_S = 0.5
-"""Seconds between two looks at which trainers are gone or late."""
+"""Seconds between two searches for trainers that are gone or late."""
 _ANSWERS = {"look_up": "rows", "pull": "parameters", "barrier": "barrier"}
-"""Requests that the role answers, and their answers."""
+"""Kinds of the requests that the role answers, and kinds of their answers."""
 _HINT = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A trainer's request that is being done, or waits for other trainers."""
+    """A trainer's request that is being handled, or waits for other trainers."""
 
     identity: bytes
-    """The trainer's connection."""
+    """Identity of the trainer's connection."""
     head: Head
     tensors: Sequence[memoryview]
 
 
 class ParameterServer:
-    """See the module. Raises ``EnvironmentLacks`` for an address that is taken, ``WorkerFailed`` where a trainer's loss ends the job."""
+    """One parameter server; see the module.
+
+    Raises ``EnvironmentLacks`` for an address that is taken, and ``WorkerFailed`` if a lost trainer ends the job.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -54,7 +57,7 @@ class ParameterServer:
         self.shard: Shard | None = None
         self.role: RoleDecider | None = None
         self.failure: WorkerFailed | None = None
-        """Why the job cannot go on."""
+        """Error that ends the job; ``None`` if there is none."""
         self._state_before = ServerState()  # until there is a role
         self._peers: dict[bytes, int] = {}  # ranks by connection
         self._joined: dict[int, bytes] = {}  # the connection by which a rank has joined
@@ -63,7 +66,7 @@ class ParameterServer:
         self._has_ended = False
         self._began_at = self._looked_at = time.monotonic()
         self._gone: list[int] = []  # ranks whose connections have broken, in the order in which that was noticed
-        self._longest: tuple[Request | None, float] = (None, 0.0)  # what has waited longest for another trainer, and since when
+        self._longest: tuple[Request | None, float] = (None, 0.0)  # the request that has waited longest for another trainer, and since when
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = self._socket.rcvhwm = 0  # a trainer has few requests without an answer
@@ -74,7 +77,10 @@ class ParameterServer:
         self._poller.register(self._socket, zmq.POLLIN)
 
     def restore(self, folder: Path) -> bool:
-        """Begin from a checkpoint; whether there is one. Raises ``ConfigError`` for one that does not fit."""
+        """Begin from the checkpoint in ``folder``, and return whether there is one.
+
+        Raises ``ConfigError`` for a checkpoint that cannot be used.
+        """
         saved = load_shard(folder, self.options.server, self.options.servers)
         if saved is None:
             return False
@@ -84,7 +90,10 @@ class ParameterServer:
         return True
 
     def bind(self) -> None:
-        """Take the address. Raises ``ConfigError`` for one that is none, ``EnvironmentLacks`` where it cannot be had."""
+        """Listen on the server's address.
+
+        Raises ``ConfigError`` if it is not valid, ``EnvironmentLacks`` if it cannot be taken.
+        """
         address = resolve(self.options.endpoint)
         try:
             self._socket.bind(f"tcp://{address}")
@@ -94,10 +103,11 @@ class ParameterServer:
             raise EnvironmentLacks(what, "server", self.options.endpoint, hint) from error
 
     def run(self, save_to: Path | None = None, save_every_s: float | None = None) -> ServerReport:
-        """Serve until all trainers have left.
+        """Serve until all trainers have left, and return the report.
 
-        ``save_to``: folder of checkpoints, one every ``save_every_s`` seconds and one at the end. Raises ``WorkerFailed`` naming the
-        trainer without which the job cannot continue, ``EnvironmentLacks`` where the last checkpoint cannot be written.
+        ``save_to``: folder for a checkpoint every ``save_every_s`` seconds and one at the end. Raises ``WorkerFailed``
+        naming the trainer without which the job cannot continue, and ``EnvironmentLacks`` if the last checkpoint
+        cannot be written.
         """
         saved_at = time.monotonic()
         while not self._has_ended:
@@ -120,12 +130,12 @@ class ParameterServer:
         return self.report
 
     def close(self) -> None:
-        """Release the address, once what was sent has gone out, or after a second."""
+        """Release the address; unsent messages have one more second to go out."""
         self._socket.close()
         self._context.term()
 
     def _receive(self) -> None:
-        for _ in range(64):  # between two looks at the clock
+        for _ in range(64):  # most messages between two checks of the time
             if self._has_ended:
                 return
             try:
@@ -140,7 +150,7 @@ class ParameterServer:
                 self._hear(identity.bytes, head, tensors)
 
     def _send(self, identity: bytes, head: Head, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message; one to a process that is gone is dropped, and its rank is noted."""
+        """Send a message. If the receiver is gone, drop the message and note the receiver's rank."""
         try:
             self._socket.send_multipart([identity, *encode(head, tensors)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -149,7 +159,7 @@ class ParameterServer:
             self._gone.append(head.rank)
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
-        if head.kind == "failed":  # a trainer that ends says because of whom
+        if head.kind == "failed":  # a trainer that ends names the process that failed
             self._fail(WorkerFailed(text_of(tensors[0]), text_of(tensors[1]), hint="its own output says why; start the job again"))
         elif not 0 <= head.rank < self.options.trainers:
             self._say(f"a message was ignored: a trainer {head.rank} of {self.options.trainers}")
@@ -213,7 +223,7 @@ class ParameterServer:
         self._tell(Message("sender", rank, "join"))
 
     def _begin(self, spec: Spec) -> None:
-        """Serve under the first trainer's description of the job."""
+        """Create the role from the first trainer's description of the job."""
         if self.shard is None:
             self.shard = Shard(spec, self.options.server)
         else:
@@ -223,7 +233,7 @@ class ParameterServer:
 
     @property
     def _state(self) -> ServerState:
-        """The role's; before the first trainer has said by which rules this job goes, what the role will begin from."""
+        """State of the role; before the first trainer has joined, the state from which the role will begin."""
         if self.role is None:
             return self._state_before
         assert isinstance(self.role.state, ServerState)
@@ -255,7 +265,7 @@ class ParameterServer:
                 assert kind == "install", operation
 
     def _fulfil(self, operation: Operation, shard: Shard) -> None:
-        """Answer the request that has been waiting for this."""
+        """Answer the request that has waited for this operation."""
         rank, kind = operation.rank, operation.message
         assert rank is not None
         assert kind is not None
@@ -276,7 +286,7 @@ class ParameterServer:
         self._send(request.identity, Head(kind, head.rank, version=self._state.version, count=head.count), tensors)
 
     def _save(self, folder: Path) -> str:
-        """Write a checkpoint, once there are parameters; the error, empty where there is none."""
+        """Write a checkpoint if there are parameters; return the error, or an empty string."""
         if self.shard is None or not self._state.initialised:
             return ""
         error = write_shard(folder, self.shard, self._state.version)
@@ -288,7 +298,7 @@ class ParameterServer:
         self._fail(WorkerFailed(f"this trainer {why}", f"rank {rank}", hint=_HINT))
 
     def _fail(self, failure: WorkerFailed) -> None:
-        """The job cannot go on, because of ``failure.where``; all trainers hear it. The first failure counts."""
+        """End the job because of ``failure.where``, and tell all trainers. Only the first failure counts."""
         if self._has_ended:
             return
         self.failure, self._has_ended = failure, True
@@ -300,9 +310,9 @@ class ParameterServer:
         print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
 
     def _look(self) -> None:
-        """Find out who is gone, who has never come, and who keeps others waiting."""
+        """Send signs of life; end the job if a trainer is gone, never came, or keeps others waiting for too long."""
         now, options = time.monotonic(), self.options
-        waiting_for = {request.identity: rank for (rank, _), request in self._waiting.items()}  # a barrier has no limit
+        waiting_for = {request.identity: rank for (rank, _), request in self._waiting.items()}  # signs of life extend their patience
         for identity, rank in {**waiting_for, **{identity: rank for rank, identity in self._joined.items()}}.items():
             self._send(identity, Head("alive", rank))
         for rank in self._gone:
@@ -319,7 +329,7 @@ class ParameterServer:
         if longest is None:
             return
         is_at_barrier, limit_s = longest.head.kind == "barrier", options.round_timeout_s
-        if is_at_barrier or not self.report.updates:  # another server may be writing what all wait for, or a trainer start
+        if is_at_barrier or not self.report.updates:  # another server may be writing a checkpoint, or a trainer may be starting
             limit_s = max(limit_s, options.startup_timeout_s)
         state = self._state
         late = set(range(options.trainers)) - {*state.met, *state.arrived, *state.left}

@@ -1,4 +1,4 @@
-"""ServerOptions, which a launcher or a session gives a server, and ServerReport, which the server gives back."""
+"""ServerOptions, the options that a server starts with, and ServerReport, the counts that it returns."""
 
 import math
 import time
@@ -14,14 +14,14 @@ class ServerOptions:
     servers: int
     trainers: int
     endpoint: str
-    """``host:port`` to listen on; the host is an address of this machine or a name that leads to one."""
+    """``host:port`` to listen on; the host is an address of this machine, or a name that resolves to one."""
     timeout_s: float = 30.0
-    """Seconds without an answer to a heartbeat after which a trainer has failed."""
+    """Seconds without an answer to a heartbeat after which a trainer counts as failed."""
     startup_timeout_s: float = 300.0
-    """Seconds after which a trainer that has never spoken has failed."""
+    """Seconds from the server's creation after which a trainer that has sent no message counts as failed."""
     round_timeout_s: float = math.inf
-    """Synchronous: seconds that trainers wait for one that lives, but sends no gradient or does not come to their barrier.
-    At a barrier, and before the first update, it is ``startup_timeout_s`` if that is more."""
+    """Seconds for which synchronous trainers wait for a live trainer that sends no gradient or does not come to their
+    barrier. At a barrier, and before the first update, the limit is at least ``startup_timeout_s``."""
     record: bool = False
 
 
@@ -31,17 +31,17 @@ class ServerReport:
 
     updates: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Number of gradients by staleness: the updates made since the parameters that a gradient was computed from. It
-    covers the same period as ``busy_s``."""
+    """Number of gradients by staleness, which is the number of updates since the parameters from which a gradient
+    was computed. It covers the same period as ``busy_s``."""
     busy_s: float = 0.0
     """Seconds spent reading, updating and answering since the first gradient, or since ``restart`` if it was called."""
     served_s: float = 0.0
-    """Seconds from the same moment to the last gradient."""
+    """Seconds from the start of the period of ``busy_s`` to the last gradient."""
     _since: float | None = None
     _is_restarted: bool = False
 
     def restart(self) -> None:
-        """Reset the load when counted steps begin; later calls do nothing. ``updates`` still counts the whole job."""
+        """Reset all counts except ``updates``, because counted steps begin. Later calls do nothing."""
         if not self._is_restarted:
             self._is_restarted, self._since = True, time.monotonic()
             self.staleness.clear()

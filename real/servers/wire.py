@@ -1,8 +1,8 @@
-"""Wire: messages between trainers and servers: a head as JSON, then each tensor as one frame. Nothing is unpickled or evaluated.
+"""Wire: messages between trainers and servers: a head as JSON, then each tensor as one frame.
 
-Messages of one connection arrive in order, each once, until the connection breaks; then the job ends. All numbers are
-little-endian. ``join`` carries JSON as its tensor; ``stopped``, and ``failed`` of a launcher, carry why the job ends and
-because of which process.
+Nothing is unpickled or evaluated. Messages of one connection arrive in order, each once, until the connection breaks;
+then the job ends. All numbers are little-endian. The tensor of ``join`` is JSON. Those of ``failed`` (from a trainer)
+and ``stopped`` (from a server) are texts: why the job ends, and the name of the process that failed.
 """
 
 import dataclasses
@@ -14,24 +14,27 @@ import numpy as np
 import zmq
 
 _PROTOCOL = b"FBPS 8 "
-"""Begins every head: the protocol and its version."""
+"""First bytes of every head: the protocol and its version."""
 
 Tensor = np.ndarray | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Header of a message; fields that a kind does not use are 0. An answer has its request's kind, or one of its own."""
+    """Head of a message; fields that its kind does not use are 0.
+
+    An answer has the kind of its request, or a kind that only answers have.
+    """
 
     kind: str
     rank: int = 0
     """Rank of the trainer that sends or receives the message."""
     version: int = 0
-    """Updates that the server had made."""
+    """Number of updates that the server had made."""
     rate: float = 0.0
     """Learning rate of a gradient."""
     count: int = 0
-    """Number of gradients in a push, or in what its answer acknowledges."""
+    """Number of gradients in a push; the answer repeats it."""
 
 
 class WireError(ValueError):
@@ -39,12 +42,18 @@ class WireError(ValueError):
 
 
 def encode(head: Head, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:
-    """The frames of a message. Tensors are not copied: they must stay as they are until the message has gone."""
+    """Return the frames of a message.
+
+    Tensors are not copied, so they must not change until the message has been sent.
+    """
     return [_PROTOCOL + json.dumps(dataclasses.asdict(head)).encode(), *map(_body, tensors)]
 
 
 def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
-    """The message in ``frames``, its tensors as they lie in them. Raises ``WireError`` where it does not begin as those of this version."""
+    """Return the head and the tensors of a message; the tensors are views of ``frames``.
+
+    Raises ``WireError`` for a message with another version of the protocol, or none.
+    """
     text = frames[0].bytes
     if not text.startswith(_PROTOCOL):
         raise WireError("no head of this version")
@@ -52,12 +61,12 @@ def decode(frames: Sequence[zmq.Frame]) -> tuple[Head, list[memoryview]]:
 
 
 def numbers(body: memoryview, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor's numbers, in place; -1 in ``shape`` as in numpy."""
+    """Return a tensor's numbers as a view of ``body``; -1 in ``shape`` as in numpy."""
     return np.frombuffer(body, dtype=dtype).reshape(shape)
 
 
 def text_of(body: memoryview) -> str:
-    """A tensor that is text."""
+    """Return the text that a tensor contains."""
     return bytes(body).decode("utf-8", "replace")
 
 

@@ -1,11 +1,12 @@
-"""Checkpoint of a sharded training: trainers of a shard group write their rows, and any trainers read theirs.
+"""Checkpoint of a sharded training: trainers of a shard group write their rows, and any number of trainers reads them.
 
-    PATH/save-00000007/shard-00002.safetensors  the third trainer's rows: PARAMETER, and PARAMETER//SLOT too; of workers, each one's
-    PATH/save-00000007/training.pt              how far the training is, and the optimizer without those rows
-    PATH/save-00000007/rank-00002.pt            its buffers, its random numbers, and the script's ``extra``
+    PATH/save-00000007/shard-00002.safetensors  rank 2's rows, as PARAMETER and PARAMETER//SLOT
+    PATH/save-00000007/training.pt              the training's progress, and the optimizer without those rows
+    PATH/save-00000007/rank-00002.pt            rank 2's buffers, its random numbers, and the script's ``extra``
 
-As in ``real.checkpoints.checkpoint``, a save is there whole or not at all, and nothing of it is executed. The
-format of ``torch.distributed.checkpoint`` begins with a pickle.
+With workers that update alone, the trainers of every worker write rows. As in ``real.checkpoints.checkpoint``, a save
+is complete or not there at all, and nothing in it is executed. ``torch.distributed.checkpoint`` is not used, because
+its format begins with a pickle.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from real.sharding.engine import ShardedEngine
 
 Tensors = dict[str, torch.Tensor]
 State = dict[int, dict[str, Any]]
-"""An optimizer's, by number of the parameter and name of the slot."""
+"""State of an optimizer, by index of the parameter and name of the slot."""
 _OUTER = "outer momentum"
 """Name of the slot of the outer optimizer's momentum."""
 _SHARDS = "shards"
-"""Key of the manifest: trainers of a shard group."""
+"""Key of the manifest for the number of trainers in a shard group."""
 
 
 def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) -> None:
@@ -91,10 +92,11 @@ def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) 
 
 @torch.no_grad()
 def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
-    """Go on from a sharded checkpoint, of any number of trainers and any stage. Every trainer calls it.
+    """Continue from a sharded checkpoint of any number of trainers and any stage. Every trainer calls it.
 
-    Buffers are the trainer's own, or rank 0's where there were other trainers; random numbers then stay.
-    Raises ``ConfigError`` for what does not fit, on all trainers if on one; nothing has changed then.
+    A trainer gets its own buffers and random state; if the number of trainers differs, it gets rank 0's buffers, and
+    its random state stays. Raises ``ConfigError`` on all trainers if the checkpoint does not fit any of them; nothing
+    has changed then.
     """
     engine.between_steps(LOAD)
     refuse_open(engine.rounds is None or engine.rounds.has_agreed, 0, LOAD)
@@ -143,10 +145,10 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
 
 
 class _Rows:
-    """This trainer's rows of what was saved, which may lie in several files."""
+    """This trainer's rows of the saved tensors, which may be in several files."""
 
     def __init__(self, save: Save, degree: int, rank: int, files: ExitStack, *, apart: bool) -> None:
-        """``apart``: optimizers of workers have other states, and each reads its own worker's files rather than the first's."""
+        """``apart``: whether each worker reads its own files, since optimizer states differ, or the first worker's."""
         self._save, self._files = save, files
         saved_by = save.manifest[_SHARDS]
         is_within = saved_by % degree == 0  # else a worker would mix the states of several
@@ -155,7 +157,7 @@ class _Rows:
         self._opened: dict[int, Any] = {}
 
     def of(self, key: str, like: DTensor) -> torch.Tensor:
-        """The rows that the trainer has of ``like``."""
+        """Return this trainer's rows of the tensor saved as ``key``, which is sharded like ``like``."""
         rows, saved_by = like.shape[0], self._save.manifest[_SHARDS]
         own, each = _each(rows, self._degree), _each(rows, saved_by)
         first, end = min(rows, self._place * own), min(rows, (self._place + 1) * own)
@@ -167,7 +169,7 @@ class _Rows:
         return torch.cat(pieces).to(like.device) if pieces else torch.empty_like(like.to_local())
 
     def has(self, slot: str) -> bool:
-        """Whether a slot was saved, of any parameter."""
+        """Whether a slot was saved for any parameter."""
         return any(key.endswith(f"//{slot}") for key in self._file(0).keys())  # noqa: SIM118  # it is no mapping
 
     def _file(self, part: int) -> Any:
@@ -188,14 +190,15 @@ def _part(place: int) -> str:
 
 
 def _each(rows: int, parts: int) -> int:
-    """Rows of every shard but the last ones, as torch cuts them; at least one."""
+    """Return the number of rows of every shard except the last ones, as torch cuts them; at least 1."""
     return max(1, -(-rows // parts))
 
 
 def _split(packed: Mapping[str, Any], model: Mapping[str, torch.Tensor]) -> tuple[State, Tensors]:
-    """An optimizer's state, types in the place of shards; and the shards by name.
+    """Return an optimizer's state with types in place of shards, and the shards by name.
 
-    Raises ``ConfigError`` for tensors that are not sharded as their parameter: they may differ by trainer.
+    Raises ``ConfigError`` for tensors that are not sharded like their parameter, because they may differ between
+    trainers.
     """
     names = [name for group in packed["groups"] for name in group]
     rest: State = {}
@@ -216,7 +219,7 @@ def _split(packed: Mapping[str, Any], model: Mapping[str, torch.Tensor]) -> tupl
 
 
 def _joined(packed: Mapping[str, Any], model: Mapping[str, torch.Tensor], read: _Rows) -> State:
-    """The state that ``_split`` took apart, with this trainer's rows."""
+    """Return the state that ``_split`` took apart, with this trainer's rows."""
     names = [name for group in packed["groups"] for name in group]
     state = {index: dict(slots) for index, slots in packed["state"]["state"].items()}
     for index, slots in state.items():

@@ -1,9 +1,9 @@
 """ShardedEngine: trains a sharded model as the strategy says; torch's ``fully_shard`` gathers and scatters.
 
-A step's life: ``idle`` -> ``forward`` -> ``update`` (a backward has ended) -> ``idle`` (the optimizer has
-stepped). A backward inside ``no_sync`` leaves its gradients on this trainer, inside of torch: ``kept``. Of k
-steps of a gradient merge the last one updates. Until then the sum is hidden between two backwards, so that
-neither ``optimizer.step()`` nor ``zero_grad()`` finds it.
+A step's phases are ``idle`` -> ``forward`` -> ``update`` (a backward has ended) -> ``idle`` (the optimizer has
+stepped). A backward inside ``no_sync`` leaves its gradients on this trainer, inside torch: ``kept``. In a gradient
+merge of k steps, the last one updates. Until then the sum is hidden between two backwards, so that neither
+``optimizer.step()`` nor ``zero_grad()`` finds it.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ from real.sharding.wrapping import refuse_unshardable_model, shard
 
 OPTIMIZER = "fleet.distributed_optimizer"
 _WHOLE = ("LBFGS", "ZeroRedundancyOptimizer")
-"""Optimizers that flatten or share out parameters by themselves."""
+"""Names of optimizers that flatten or share out parameters by themselves."""
 
 
 class ShardedEngine:
-    """Runs one strategy on one model. Every rank makes it at the same place; it lives as long as its model.
+    """Runs one strategy on one model. Every rank creates it at the same place; it lives as long as its model.
 
-    Raises ``ConfigError`` for what differs by rank, and in a step in which a parameter gets no gradient.
+    Raises ``ConfigError`` if ranks have different models or strategies, and in a step in which a parameter gets no
+    gradient.
     """
 
     on_step: Callable[[int], None] | None = None
-    """Hears of every step as it begins."""
+    """Called with the number of each step when it begins."""
     on_compute_end: Callable[[], None] | None = None
-    """Runs where the backward's computation ends, before the last gradients are waited for."""
+    """Called when the backward's computation ends, before the wait for the last gradients."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ShardedEngine:
         trained = {name: own for name, own in model.named_parameters() if own.requires_grad}
         planning = Planning(model, trained, strategy, communicators, 1, None)
         self.plan = planning.plan(planning.registered())
-        """Its blocks are gathered, and its operations are what torch carries out."""
+        """Plan whose blocks are gathered, and whose operations torch carries out."""
         refuse_unshardable_model(model, strategy.sharding_configs.blocks)
         agree_on(planning.lines(), "the model", communicators)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -101,11 +102,11 @@ class ShardedEngine:
         """FSDP modules: the model, and its blocks in the order of the forward."""
         communicators.prove(1)
         self.parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
-        """Shards of what is trained, by name."""
+        """Shards of the trained parameters, by name."""
         self._frozen = [own for own in model.parameters() if not own.requires_grad]
         self._owners = owners_of(model)
         self.step, self.epoch, self.merged = first_step - 1, 0, 0
-        """Steps that have begun; epochs that have ended; steps whose gradients wait for their update."""
+        """Number of steps that have begun; epochs that have ended; and steps whose gradients wait for their update."""
         self._what = Combination.of(strategy)
         self.scale = self._what.scaler.start() if self._what.scaler else None
         sends = strategy.broadcast_buffers and planning.buffers.nbytes and not strategy.is_local
@@ -113,23 +114,24 @@ class ShardedEngine:
         self._phase, self._is_in_backward, self._keeps, self._was_synced = Phase.IDLE, False, False, True
         self._overflows = False
         self._expected: tuple[bool, bool, bool] | None = None
-        """Whether torch reduces gradients in the next backward, over replicas too, and frees parameters."""
+        """Settings of torch's next backward: whether it reduces gradients, also over replicas, and frees parameters; or
+        None."""
         self._restore: Callable[[], None] | None = None
-        """Shows a merge's sum again."""
+        """Restores the hidden gradient sum of a merge; None if none is hidden."""
         self._nodes: dict[str, Any] = {}
-        """Autograd's node that leaves the gradient of each parameter, once that was gathered."""
+        """Autograd's node that leaves the gradient of each parameter gathered so far, by name."""
         self._reached: set[str] = set()
-        """Parameters that the backward under way has reached."""
+        """Names of parameters that the current backward has reached."""
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(communicators.device), strategy.fetch_every_n_steps)
         self._timed = ExitStack()
-        """Puts back what of torch tells when it waits."""
+        """Restores the functions of torch that were wrapped to time its waits."""
         for place in places(self._waiting) if keep_times else ():
             self._timed.enter_context(replaced(*place))
         self._optimizer: Optimizer | None = None
         self.rounds = self._rounds(first_step) if self._what.is_local else None
-        """Rounds of workers that update alone; none where all trainers update together."""
+        """Rounds of workers that update alone; None if all trainers update together."""
         self.num_updates = 0
-        """Updates of the optimizer so far."""
+        """Number of the optimizer's updates so far."""
         apply_compute(
             model,
             strategy,
@@ -146,23 +148,23 @@ class ShardedEngine:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in the backward under way, or the next."""
+        """Factor on the loss in the current or next backward; 1 without loss scaling."""
         return 1.0 if self.scale is None else self.scale.value
 
     @property
     def num_done(self) -> int:
-        """Steps that are done: a forward that no backward has followed makes none."""
+        """Number of finished steps; a forward without a backward after it does not count."""
         return self.step - (self._phase == Phase.FORWARD)
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one whose steps are the updates. Raises ``ConfigError`` where there is none yet."""
+        """The optimizer whose steps are the updates. Raises ``ConfigError`` if there is none yet."""
         if self._optimizer is None:
             raise ConfigError("there is no optimizer yet", OPTIMIZER, hint=f"call {OPTIMIZER} first")
         return self._optimizer
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Let ``optimizer.step()`` be the update. Raises ``ConfigError`` for what cannot update shards."""
+        """Make ``optimizer.step()`` the update. Raises ``ConfigError`` for an optimizer that cannot update shards."""
         refuse_optimizer(optimizer, self._what)
         kind = type(optimizer).__name__
         if self._optimizer not in (None, optimizer):
@@ -192,7 +194,7 @@ class ShardedEngine:
     def no_sync(self) -> Iterator[None]:
         """Let backwards inside leave their gradients on this trainer; the next one outside exchanges the sum.
 
-        Torch keeps them inside, whole: ``zero_grad()`` does not clear them.
+        torch keeps these gradients internally and unsharded, so ``zero_grad()`` does not clear them.
         """
         before, self._keeps = self._keeps, True
         self._expect()
@@ -203,12 +205,12 @@ class ShardedEngine:
             self._expect()
 
     def reshard(self) -> None:
-        """Free what is gathered: ``model.parameters()`` are shards, which the next forward gathers anew."""
+        """Free gathered parameters: ``model.parameters()`` are shards until the next forward gathers them."""
         for module in self.modules:
             module.reshard()
 
     def between_steps(self, where: str) -> None:
-        """Raise ``ConfigError`` in the middle of a step, and of a gradient merge, whose sums torch keeps."""
+        """Raise ``ConfigError`` in the middle of a step or of a gradient merge, else free gathered parameters."""
         refuse_in_step(Phase.IDLE if self._phase == Phase.FORWARD else self._phase, where)
         if self.merged:
             hint = "call it after the k-th batch of a gradient merge"
@@ -221,30 +223,30 @@ class ShardedEngine:
         self.reshard()
 
     def resume(self, step: int, epoch: int, scale: Scale | None) -> None:
-        """Count on from there; ``scale``: of a training that scaled its loss."""
+        """Continue after ``step`` and ``epoch``; ``scale``: the saved loss scale, or None if there was none."""
         self.step, self.epoch, self._phase = step, epoch, Phase.IDLE
         if self.scale is not None and scale is not None:
             self.scale = scale
 
     def end_epoch(self) -> None:
-        """The data of an epoch are used up; a gradient merge goes on into the next."""
+        """Count an epoch; a gradient merge continues into the next one."""
         self.epoch += 1
 
     def report(self, loss: torch.Tensor | float) -> None:
-        """Nothing follows the loss."""
+        """Ignore the loss, on which nothing depends here."""
 
     def flush(self, *, end: bool = False) -> None:  # noqa: ARG002  # as other engines': sums that wait stay where they are
-        """Let workers that have updated alone agree."""
+        """Make workers that have updated alone agree."""
         if self.rounds is not None:
             self.rounds.meet()
             self.reshard()
 
     def recordings(self) -> list[Recording]:
-        """None: torch carries the plan out, and no event is told."""
+        """Return no recordings: torch carries out the plan, and no events are reported."""
         return []
 
     def close(self) -> None:
-        """The model stays sharded: train another one next."""
+        """Stop timing torch's waits; the model stays sharded, so another engine needs another model."""
         self._timed.close()
 
     @contextmanager
@@ -255,11 +257,11 @@ class ShardedEngine:
             yield
 
     def by_bucket(self, of_parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Flat tensors of the plan's buckets, from one tensor for each of this trainer's shards."""
+        """Return one flat tensor per bucket of the plan, from one tensor for each of this trainer's shards."""
         return [torch.cat([of_parameters[name].reshape(-1) for name in bucket.gradients]) for bucket in self.plan.buckets]
 
     def by_name(self, of_buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The way back from ``by_bucket``."""
+        """Return one tensor per shard from flat tensors of buckets: the inverse of ``by_bucket``."""
         found = dict[str, torch.Tensor]()
         for flat, bucket in zip(of_buckets, self.plan.buckets, strict=False):
             shards = [shard_of(self.parameters[name]) for name in bucket.gradients]
@@ -273,18 +275,18 @@ class ShardedEngine:
         return Rounds(decider, shards, self.communicators, self.stopwatch)
 
     def _bytes_sent(self) -> int:
-        """Bytes that this trainer sends in the step under way: those of the plan's operations."""
-        step = StepKind(closes=self._closes, merged=self.merged + 1, meets=False, asks_loss=False)  # what rounds send, they count
+        """Return the bytes that this trainer sends in the current step for the plan's operations."""
+        step = StepKind(closes=self._closes, merged=self.merged + 1, meets=False, asks_loss=False)  # rounds count what they send
         told = (one for _, operations in operations_of(self.plan, self._what, step).told(self.plan, 1) for one in operations)
         return sum(wire_bytes(one, len(self.plan.parts[one.group][0])) for one in told if one.kind in COLLECTIVES)
 
     @property
     def _closes(self) -> bool:
-        """Whether the step under way, or the next one, updates."""
+        """Whether the current step, or the next one, updates."""
         return self.merged + 1 == self._what.steps_per_update
 
     def _expect(self) -> None:
-        """Tell torch what the next backward exchanges."""
+        """Set what torch exchanges in the next backward."""
         stage = self.strategy.sharding_configs.stage
         syncs = not self._keeps and (self._closes or stage > 1)
         wanted = (syncs, syncs and self._closes, self._closes or stage == 3)
@@ -320,7 +322,7 @@ class ShardedEngine:
         self._expect()
 
     def _refuse_changed(self) -> None:
-        """Raise ``ConfigError`` where the model's parameters are others than torch has sharded."""
+        """Raise ``ConfigError`` if the model's parameters are not those that torch has sharded."""
         refuse_moved(next(self.model.parameters()), *self._was_like)
         self._owners = refuse_replaced(self._owners, self.parameters, self.model)
         is_frozen = not all(own.requires_grad for own in self.parameters.values())
@@ -333,7 +335,7 @@ class ShardedEngine:
             )
 
     def _note_nodes(self) -> None:
-        """A module's parameters are gathered; later they are the same objects."""
+        """Keep the nodes of newly gathered parameters, which stay the same objects from now on."""
         if len(self._nodes) == len(self.parameters) or not torch.is_grad_enabled():
             return
         for name, own in self.model.named_parameters():
@@ -402,7 +404,7 @@ class ShardedEngine:
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:
-        """Make the sum a mean, and unscale it."""
+        """Divide a merge's sum if the strategy averages it, and unscale it."""
         sharded = [own.grad for own in self.parameters.values() if isinstance(own.grad, DTensor)]
         found = [gradient.to_local() for gradient in sharded]
         if self._what.merges and self._what.averages_gradient:

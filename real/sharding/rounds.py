@@ -1,4 +1,4 @@
-"""Rounds: local steps of workers that are shard groups, which average their shards as the plan says (Local SGD, DiLoCo)."""
+"""Rounds of local steps (Local SGD, DiLoCo): workers are shard groups, and average their shards as the plan says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from real.engine.stopwatch import Stopwatch
 
 
 class Rounds:
-    """This trainer's part of what the workers last agreed on; the plan decides when they meet next."""
+    """This trainer's shards as the workers last agreed on them; the strategy decides when they average next."""
 
     def __init__(
         self, decider: Decider, shards: Sequence[Sequence[torch.Tensor]], communicators: Communicators, stopwatch: Stopwatch
@@ -28,9 +28,9 @@ class Rounds:
         self.decider, self._shards, self._communicators, self._stopwatch = decider, shards, communicators, stopwatch
         self._what: Combination = decider.strategy.combination
         self.agreed = [_flat(own) for own in shards]
-        """Shards as they were last agreed on, by bucket: one flat tensor each."""
+        """Shards as they were last agreed on: one flat tensor per bucket."""
         self.velocity = [torch.zeros_like(own) for own in self.agreed] if self._what.outer else []
-        """Momentum of the outer optimizer, by bucket."""
+        """Momentum of the outer optimizer: one flat tensor per bucket; empty without an outer optimizer."""
 
     @property
     def has_agreed(self) -> bool:
@@ -38,7 +38,7 @@ class Rounds:
         return self.decider.strategy.has_agreed(self.decider.state)
 
     def step_ends(self, step: int, *, overflows: bool) -> None:
-        """The optimizer has stepped, or has left the step out where gradients overflowed; workers meet where a round ends."""
+        """Handle the end of an optimizer's step, skipped if ``overflows``; workers average at the end of a round."""
         before = self.decider.state
         for event in events_of(self.decider.strategy.plan, step):
             for decided in answers(self.decider, event, lambda _: float(overflows), time.monotonic_ns):
@@ -46,7 +46,7 @@ class Rounds:
         self._note_round(before)
 
     def meet(self) -> None:
-        """Agree now, if any worker has updated since the last time."""
+        """Average now, if any worker has updated since the last time."""
         before = self.decider.state
         self._stopwatch.update_begins()
         self._execute(self.decider.on(time.monotonic_ns(), Flush()))
@@ -59,7 +59,7 @@ class Rounds:
             self._stopwatch.closes_round(local_steps)
 
     def resume(self, saved: State, agreed_velocity: Sequence[torch.Tensor], *, same_strategy: bool) -> None:
-        """Go on from shards that all workers share, and from a momentum, if there is any."""
+        """Continue from shards that all workers share, and from the outer momentum, if there is any."""
         self.decider.state = begin_anew(saved, self.decider.strategy, self.decider.rank, same_strategy=same_strategy)
         for own, shards in zip(self.agreed, self._shards, strict=True):
             own.copy_(_flat(shards))
@@ -70,7 +70,7 @@ class Rounds:
 
     @torch.no_grad()
     def _execute(self, operations: Operations) -> None:
-        """Average the distances, step the outer optimizer on them, and begin the next round from there; the rest torch has done."""
+        """Average distances, step the outer optimizer, and set the shards to the result; torch has done the rest."""
         averages = [one for one in operations if one.kind == "all_reduce" and one.payload == "delta"]
         if not averages:
             return
@@ -91,7 +91,7 @@ class Rounds:
                 place += shard.numel()
 
     def _averaged(self, operation: Operation) -> torch.Tensor:
-        """How far the workers have come in the round, in the mean."""
+        """Return the workers' mean distance in a round: the agreed shards minus the current ones."""
         assert operation.bucket is not None
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))))
         agreed = self.agreed[operation.bucket]

@@ -1,4 +1,4 @@
-"""Waits: where a step of torch's ``fully_shard`` waits for gathers and scatters; and what puts a function around another for a while."""
+"""Waits: the functions in which torch's ``fully_shard`` waits for gathers and scatters, and a way to wrap them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 GROUPS = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-"""The module that gathers and scatters."""
+"""Name of the module that gathers and scatters."""
 Exchange = Literal["gathers", "regathers", "gradients"]
-"""Exchange that compute waits for: gathered parameters, parameters gathered again for the backward, or scatters."""
+"""Exchange that compute waits for: gathered parameters, parameters gathered again for the backward, or scattered
+gradients."""
 Waiting = Callable[[Exchange, Any], AbstractContextManager[Any]]
-"""The context of a wait for parameters, as torch has them (``FSDPParam``)."""
+"""Returns the context manager of a wait, given its exchange and torch's parameters (``FSDPParam``)."""
 
 
 def places(waiting: Waiting) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Owners and names of torch's functions, each with what makes of it one that waits inside of ``waiting``.
+    """Yield owner and name of each of torch's waiting functions, with a function that wraps it in ``waiting``.
 
-    On CPUs they wait for a gather where it is called, or, if it began before, in the copy out of it; and for a scatter where it is called.
-    On streams they wait in the copy out, and for scatters as the backward ends.
+    On CPUs, these functions wait for a gather where it is called or, if it began before, in the copy out of it, and for
+    a scatter where it is called. On streams, they wait in the copy out, and for scatters at the end of the backward.
     """
     groups = sys.modules.get(GROUPS)
     if groups is None:
@@ -44,7 +45,7 @@ def places(waiting: Waiting) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _waited(name: str, group: Any, async_op: bool = False) -> Exchange | None:
-    """Return the exchange that a call of a group's method waits for; none if it does not wait."""
+    """Return the exchange that a call of a group's method waits for; None if it does not wait."""
     gathered, is_on_host = group._all_gather_result, group.device.type == "cpu"  # noqa: SLF001  # torch has no public name for it
     if name == "finalize_backward":
         return None if is_on_host else "gradients"
@@ -58,7 +59,7 @@ def _waited(name: str, group: Any, async_op: bool = False) -> Exchange | None:
 
 @contextmanager
 def replaced(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
-    """``owner.name`` is another function inside of the context; one that a library has put there since stays."""
+    """Wrap ``owner.name`` inside the context; a function that a library has put there since stays."""
     before = owner.__dict__.get(name)
     if before is None:
         yield

@@ -19,7 +19,7 @@ from real.communication.communicators import Communicators
 
 
 def refuse_unshardable_model(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for parameters that no block can gather; ``blocks``: as given."""
+    """Raise ``ConfigError`` for parameters that no block can gather; ``blocks``: names from the strategy."""
     first: dict[int, str] = {}
     for name, own in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(own), name)
@@ -38,7 +38,11 @@ def refuse_unshardable_model(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def mesh_of(plan: Plan, communicators: Communicators) -> DeviceMesh:
-    """All trainers where they are a shard group, else replicas x trainers of a group; of workers the own one. Every rank calls it."""
+    """Return the device mesh of ``fully_shard``; every rank calls it.
+
+    It has all trainers if they form one shard group, else replicas x trainers of a shard group. With workers that
+    update alone, it has the worker's own shard group.
+    """
     trainers, kind = plan.trainers, communicators.device.type
     if plan.shard_ranks == trainers:
         return DeviceMesh.from_group(communicators.world, kind)
@@ -55,33 +59,33 @@ def mesh_of(plan: Plan, communicators: Communicators) -> DeviceMesh:
 def shard(model: nn.Module, plan: Plan, configs: ShardingConfigs, communicators: Communicators) -> list[Any]:
     """Shard the model in place, block by block of the plan.
 
-    Returns its FSDP modules, the model first, then blocks in the order of the forward. Raises ``ConfigError`` for a block that is no
-    module with a forward.
+    Returns its FSDP modules: the model first, then blocks in the order of the forward. Raises ``ConfigError`` for a
+    block that is not a module with a forward.
     """
     of_plan = {block.name: block for block in plan.blocks}
-    in_order = blocks_of((name for name, _ in model.named_parameters()), configs.blocks)  # with those that are frozen as a whole
+    in_order = blocks_of((name for name, _ in model.named_parameters()), configs.blocks)  # including entirely frozen ones
     named = {name: model.get_submodule(name) for name in in_order if name != REST}
     for name, module in named.items():
         if type(module).forward is nn.Module.forward:
             hint = "name in sharding_configs.blocks the modules that the forward calls"
             raise ConfigError("holds modules and has no forward, whose begin gathers a block", f"block {name}", type(module).__name__, hint)
     mesh = mesh_of(plan, communicators)
-    for name in sorted(named, key=lambda name: -name.count(".")):  # a block before one that it lies in
+    for name in sorted(named, key=lambda name: -name.count(".")):  # inner blocks before outer ones
         stays = configs.stage < 3 or (name in of_plan and not of_plan[name].regathers)
         again = False if stays else configs.reshard_after_forward
         policy = _policy(named[name], plan, of_plan.get(name), configs)
         fully_shard(named[name], mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=_policy(model, plan, of_plan.get(REST), configs))
     modules: list[Any] = [model, *named.values()]
-    for before, after in pairwise(modules):  # in the backward it does so by itself
+    for before, after in pairwise(modules):  # in the backward, torch prefetches by itself
         before.set_modules_to_forward_prefetch([after])
-    if communicators.device.type == "cpu":  # there are no streams, in which what is gathered ahead would run
+    if communicators.device.type == "cpu":  # without streams, gathers ahead must be asynchronous
         modules[0]._set_unshard_async_op(True)  # noqa: SLF001  # torch has no public name for it
     return modules
 
 
 def _policy(module: nn.Module, plan: Plan, block: Block | None, configs: ShardingConfigs) -> MixedPrecisionPolicy:
-    """Parameters travel as the strategy says, gradients in the plan's type."""
+    """Return the types in which torch exchanges a block: parameters by the strategy, gradients by the plan."""
     own = next((parameter.dtype for parameter in module.parameters() if parameter.requires_grad), None)
     chain = () if block is None else plan.of_bucket.get(block.bucket, ())
     wire = next((getattr(torch, one.wire_dtype) for one in chain if one.wire_dtype is not None), own)

@@ -1,11 +1,11 @@
 """Relay: holds every packet that a host sends for the link's latency, for kernels without netem.
 
-It is a process beside the driver. A host sends into a device of its own with the link's token bucket. The
-relay reads each frame there, waits, and sends it out of the host's interface. So a packet first takes its
-time on the wire, and then its latency. Packets that a host receives do not pass the relay.
+It is a separate process, started by the driver. Each host sends into an additional device with the link's token
+bucket. The relay reads each frame there, waits, and sends it through the host's interface. So a packet first takes
+its time on the wire, and then its latency. Packets that a host receives do not pass the relay.
 
 ``python -m real.testbed.latency_relay HOSTS``: HOSTS has descriptors and delays of every host, as JSON. Each
-line of its input is a number of nanoseconds by which it shortens the delays from then on.
+line of standard input is a number of nanoseconds by which the relay shortens all delays from then on.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _PR_SET_TIMERSLACK = 29
 
 
 def open_device(inside: AbstractContextManager[None]) -> int:
-    """Create ``DEVICE`` in a namespace, until the descriptor is closed.
+    """Create ``DEVICE`` in the namespace of ``inside``, and return its descriptor; closing it removes the device.
 
     Raises ``OSError`` if the kernel refuses.
     """
@@ -61,7 +61,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Create every host's device, and start the relay, which ends with this process.
 
-    ``delays``: nanoseconds by host and by the receiver's Ethernet address. Raises ``OSError`` if the kernel
+    ``delays``: delay in ns, by host and by the receiver's Ethernet address. Raises ``OSError`` if the kernel
     refuses.
     """
     with ExitStack() as opened:
@@ -83,7 +83,7 @@ def relay(hosts: list[tuple[int, int, dict[bytes, int]]], told: int) -> None:
     """Forward each host's frames after the delay of their receiver, until the input ``told`` ends."""
     buffer = bytearray(1 << 17)
     view = memoryview(buffer)
-    waiting: list[tuple[int, int, int, bytes]] = []  # due, order, where to, frame
+    waiting: list[tuple[int, int, int, bytes]] = []  # time due in ns, order of arrival, descriptor to write to, frame
     order = held_less_ns = 0
     by_device = {device: (out, delays) for device, out, delays in hosts}
     for device in by_device:

@@ -22,17 +22,17 @@ MTU_BYTES = 9000
 """Largest packet in bytes that the peak rate's bucket takes: a segment with its headers."""
 _SHORT_SEGMENTS = f"gso_max_size {SEGMENT_BYTES} gro_max_size {SEGMENT_BYTES}"
 _QUEUE = 10_000
-"""Packets that may wait for the relay."""
+"""Largest number of packets that wait for the relay."""
 _SHORT = "short segments (gso_max_size, gro_max_size)"
 STEERED = "packets in order (rps_default_mask)"
 CONGESTION_CONTROL = ("cubic", "reno")
-"""Algorithms by preference; without root the kernel allows few."""
+"""TCP's congestion controls in order of preference; without root the kernel allows few."""
 SYSCTLS = (
     "net/ipv6/conf/all/disable_ipv6=1",
     "net/ipv6/conf/default/disable_ipv6=1",
     "net/ipv4/tcp_slow_start_after_idle=0",
     "net/ipv4/tcp_no_metrics_save=1",
-    "net/ipv4/conf/all/rp_filter=0",  # a host that sends into the relay's device receives by another
+    "net/ipv4/conf/all/rp_filter=0",  # a host sends into the relay's device, and receives from another
     "net/ipv4/conf/default/rp_filter=0",
 )
 
@@ -73,7 +73,7 @@ def build(topology: Topology) -> list[Step]:
 def steer(topology: Topology, cores: int) -> list[Step]:
     """Return steps that send each flow to one of ``cores`` CPUs in every device created later.
 
-    They come before all others. Kernels before 6.4 refuse them.
+    They must be applied before all other steps. Kernels before 6.4 refuse them.
     """
     names = (*topology.switches, *topology.hosts)
     return [Step(namespace=name, tool="sysctl", lines=(f"net/core/rps_default_mask={_mask(cores)}",), optional=STEERED) for name in names]
@@ -160,7 +160,7 @@ def _connect(topology: Topology, wire: Wire) -> list[Step]:
 
 
 def _neighbours(topology: Topology, name: str, device: str) -> Step:
-    """Return permanent neighbour entries, so that no ARP request falls into a measurement."""
+    """Return the step that sets permanent neighbour entries, so that no ARP request falls into a measurement."""
     lines = tuple(
         f"neigh replace {topology.address(other)} lladdr {topology.hardware_address(other)} dev {device} nud permanent"
         for other in (*topology.switches, *topology.hosts)

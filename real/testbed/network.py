@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from real.testbed.link_shaping import Step
 
 TOOL_PATH = f"{os.defpath}:/usr/local/sbin:/usr/sbin:/sbin"
-"""Path of ``ip`` and ``tc``, also for users whose own path lacks the administrator's folders."""
+"""Search path for ``ip`` and ``tc``; a user's own path may lack the administrator's folders."""
 COUNTERS = {
     "retransmits": ("RetransSegs",),
     "timeouts": ("TCPTimeouts",),
@@ -62,7 +62,7 @@ class Network:
         return f"/proc/{os.getpid()}/fd/{self._files[name]}"
 
     def command(self, names: Sequence[str], program: Sequence[str]) -> list[str]:
-        """Return a command that becomes ``program`` inside the only namespace of ``names``, or its RANK's."""
+        """Return a command that runs ``program`` in the only namespace of ``names``, or in the one at index RANK."""
         if len(names) == 1:
             return ["nsenter", f"--net={self.path(names[0])}", *program]
         choice = f'exec nsenter --net="$(set -- {" ".join(map(self.path, names))}; shift "$RANK"; echo "$1")" "$0" "$@"'
@@ -70,7 +70,7 @@ class Network:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Move this thread into the namespace; what it opens and starts stays there."""
+        """Move this thread into the namespace during the ``with``; what it opens and starts there stays there."""
         _call("setns", self._files[name], _NEW_NET)
         try:
             yield
@@ -78,7 +78,7 @@ class Network:
             _call("setns", self._home, _NEW_NET)
 
     def apply(self, steps: Sequence[Step]) -> list[dict[str, str]]:
-        """Run steps in their order, and return what is missing because optional lines were refused, and why.
+        """Run steps in order, and return which features are missing because optional lines were refused, and why.
 
         Raises ``EnvironmentLacks`` if any other line is refused.
         """

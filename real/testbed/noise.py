@@ -1,4 +1,4 @@
-"""Noise: other work of the machine during a measurement, whether it voids the result, and repeats if it does.
+"""Noise: other work of the machine during a measurement, and repetition of measurements that it makes void.
 
 If another process takes a core for a moment, every trainer waits. The measurement then shows that, not the
 strategy.
@@ -33,9 +33,9 @@ Shorter ones are judged together with the sentinels around them, or as if they t
 TRIES = 3
 """Largest number of tries of a measurement."""
 BUSY = "FLEETBENCH_BUSY"
-"""Environment variable: ``accept`` ignores other work of the machine, for one that is never quiet."""
+"""Environment variable: with the value ``accept``, other work is ignored, for a machine that is never quiet."""
 Counters = Mapping[str, Mapping[str, int]]
-"""Values by namespace and name."""
+"""Values of the kernel's counters, by namespace and by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +57,21 @@ class Noise:
 
     seconds: float
     foreign_cores: float
-    """User time of processes that are not ours, per second."""
+    """Mean number of cores that other processes used: their user time per second."""
     stolen_cores: float
-    """Time that the hypervisor gave to others, per second."""
+    """Mean number of cores that the hypervisor gave to other virtual machines."""
     retransmits: int
     timeouts: int
     reorders: int
     """Number of times that the kernel found segments out of order (SACK, timestamps or Reno)."""
     per_host: dict[str, dict[str, int]]
-    """Counters of every namespace."""
+    """Increase of every counter between the readings, by namespace and by name."""
 
 
 def read(counters: Counters, mark: str | None = None) -> Reading:
-    """Return a reading of now.
+    """Return the machine's current reading.
 
-    ``counters``: those of the namespaces. ``mark``: prefix of an environment variable that marks more
+    ``counters``: current counters of the namespaces. ``mark``: prefix of an environment variable that marks more
     processes as ours.
     """
     all_cores = psutil.cpu_times()
@@ -108,7 +108,7 @@ def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) ->
 
 
 def _own_user_s(mark: str | None) -> float:
-    """Return the user time of this process, its descendants and processes with ``mark``.
+    """Return the seconds of user time of this process, its descendants and processes with ``mark``.
 
     Ended processes count if their parent has waited for them.
     """
@@ -127,7 +127,7 @@ def _own_user_s(mark: str | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The noise and the sentinels around one measurement."""
+    """Noise during one measurement, and the sentinel's times before and after it, in s."""
 
     sentinel_before_s: float
     sentinel_after_s: float
@@ -137,7 +137,7 @@ class Block:
 
     @property
     def moved(self) -> float:
-        """Relative change of the sentinel's time after the measurement."""
+        """Relative change of the sentinel's time from before to after the measurement."""
         return self.sentinel_after_s / self.sentinel_before_s - 1.0
 
 
@@ -160,7 +160,7 @@ class Trial(Generic[T]):
 
 
 def quietly(testbed: Testbed, measure: Callable[[], T], tries: int = TRIES) -> Trial[T]:
-    """Measure between two sentinels, until a measurement counts or ``tries`` are used up."""
+    """Measure between two runs of ``Testbed.sentinel``, until a measurement counts or ``tries`` are used up."""
     blocks: list[Block] = []
     while True:
         outer = testbed.read()
@@ -177,7 +177,7 @@ def quietly(testbed: Testbed, measure: Callable[[], T], tries: int = TRIES) -> T
 
 
 class Load:
-    """Cores that other processes used; known after the ``with`` of ``watching``."""
+    """Load of the machine by other processes; known after the ``with`` of ``watching``."""
 
     cores: float | None = None
     """Mean number of cores; ``None`` if it was not measured, or the system does not report it."""
@@ -185,10 +185,10 @@ class Load:
 
 @contextmanager
 def watching(mark: str | None = None) -> Iterator[Load]:
-    """Watch the machine until the end of the ``with``. Processes that this one has started are not foreign.
+    """Yield a ``Load`` that, after the ``with``, has the number of cores that other processes used.
 
-    Processes with a variable that begins with ``mark`` are not foreign either: a batch system starts a
-    command's trainers itself.
+    Processes that this one has started do not count as others. Neither do processes with an environment variable that
+    begins with ``mark``: a batch system starts a command's trainers itself.
     """
     load = Load()
     if os.environ.get(BUSY) == "accept" or not Path("/proc/stat").exists():
@@ -203,7 +203,7 @@ def watching(mark: str | None = None) -> Iterator[Load]:
 def quietest(measure: Callable[[], T], load_of: Callable[[T], float | None], tries: int = TRIES) -> T:
     """Measure, and repeat while the machine was busy; return the quietest of at most ``tries``.
 
-    ``load_of``: returns the foreign cores during a measurement.
+    ``load_of``: returns the number of cores that other processes used during a measurement.
     """
     best = measure()
     for _ in range(tries - 1):

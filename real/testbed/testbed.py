@@ -28,7 +28,7 @@ from real.testbed.traffic import Flow
 T = TypeVar("T")
 TOLERANCE = 0.03
 LATENCY_TOLERANCE, LATENCY_TOLERANCE_S = 0.02, 0.0003
-"""Tolerances of a round trip: a share of it, and the seconds in which processors wake up."""
+"""Tolerance of a round trip's time: a share of the declared time, plus seconds in which processors wake up."""
 ROUND_TRIPS = 20
 SKIP_S = 0.5
 SECONDS = 1.0
@@ -54,7 +54,7 @@ class Testbed:
         self.topology = topology_of(cluster)
         self.links: list[LinkRate] = []
         self.round_trips: list[dict[str, Any]] = []
-        """Results of ``verify``."""
+        """Round trips that ``verify`` has measured."""
         self._cluster = cluster
         self._network: Network | None = None
         self._refused: list[dict[str, str]] = []
@@ -70,7 +70,7 @@ class Testbed:
         self.close()
 
     def open(self) -> None:
-        """Build everything."""
+        """Build the network, and start the relay if links have a latency."""
         self._network = Network([*self.topology.switches, *self.topology.hosts])
         try:
             self._refused = self.apply([*link_shaping.steer(self.topology, os.cpu_count() or 1), *link_shaping.build(self.topology)])
@@ -81,7 +81,7 @@ class Testbed:
             raise
 
     def close(self) -> None:
-        """Remove everything."""
+        """Stop the relay, and remove the network."""
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()
@@ -112,7 +112,7 @@ class Testbed:
     def command(self, program: Sequence[str], hosts: Sequence[str] | None = None) -> list[str]:
         """Return a command that enters the host of its RANK and becomes ``program``.
 
-        ``hosts`` are by rank; a single one is for all ranks. By default, trainers are where the cluster
+        ``hosts``: host of each rank, or a single one for all ranks. By default, trainers are where the cluster
         places them.
         """
         if hosts is None:
@@ -130,7 +130,7 @@ class Testbed:
     def verify(self) -> list[LinkRate]:
         """Measure every link in each direction and keep the results.
 
-        Raises ``EnvironmentLacks`` for one that is off.
+        Raises ``EnvironmentLacks`` for a link whose rate or latency differs from its declaration.
         """
         self.links = verify(self.topology, self.rates)
         if self._relay is not None:
@@ -154,7 +154,7 @@ class Testbed:
         raise AssertionError("the last look returns or raises")
 
     def rates(self, flows: Sequence[Flow]) -> list[float]:
-        """Return the payload in bit/s of TCP flows that run at once."""
+        """Return the payload rate of each TCP flow in bit/s while all run at once."""
         # ten round trips: a thousand times TCP's first window
         slow_start_s = 20e-9 * max(wire.latency_ns for wire in self.topology.wires)
         skip_s = max(SKIP_S, 1.2 * link_shaping.settling_s(self.topology.slowest_bps)) + slow_start_s
@@ -168,7 +168,7 @@ class Testbed:
         return self._built.apply(steps)
 
     def sentinel(self) -> float:
-        """Return the seconds of a fixed ring over all hosts, about a tenth: the median of nine."""
+        """Return the median time in s of nine rounds of a fixed ring over all hosts; each takes about 0.1 s."""
         hosts = self.topology.hosts
         nbytes = _SENTINEL_ROUND_S / wire_s(1_000_000, len(hosts), self.topology.slowest_bps) * 1_000_000
         places = [(host, self.topology.address(host)) for host in hosts]
@@ -246,7 +246,7 @@ def testbed_of(experiment: Experiment) -> Testbed | None:
 
 Direction = Literal["up", "down"]
 Measure = Callable[[Sequence[Flow]], Sequence[float]]
-"""Returns the payload in bit/s of flows that run at once."""
+"""Function that returns the payload rate of each flow in bit/s while all run at once."""
 
 
 class LinkOff(EnvironmentLacks):
@@ -266,7 +266,7 @@ class LinkRate:
     expected_payload_bps: int
     """Payload in bit/s that the declared rate carries."""
     measured_payload_bps: int
-    """Payload of TCP in bit/s."""
+    """Measured TCP payload in bit/s."""
     error: float
     """Measured over expected payload, minus one."""
 
@@ -300,8 +300,8 @@ def verify(topology: Topology, measure: Measure) -> list[LinkRate]:
 def round_trips(topology: Topology, measure: Callable[[Flow, int], Sequence[float]]) -> list[dict[str, Any]]:
     """Send a byte from each host to the next and back, one host after the other.
 
-    ``measure``: returns the seconds of a number of round trips. The result has hosts, ``declared_s``, twice
-    the latency, and ``measured_s``, the median.
+    ``measure``: returns the seconds of each of a number of round trips over a flow. Each result has the two hosts,
+    ``declared_s``, which is twice the latency, and ``measured_s``, the median.
     """
     found = []
     for source, target in zip(topology.hosts, (*topology.hosts[1:], topology.hosts[0]), strict=True):
@@ -313,7 +313,7 @@ def round_trips(topology: Topology, measure: Callable[[Flow, int], Sequence[floa
 
 
 def own_latency_ns(trips: Sequence[Mapping[str, Any]]) -> int:
-    """Return the ns that a message takes besides its latency: this machine's processors have to wake up."""
+    """Return the ns that a message takes in addition to its latency, because processors have to wake up."""
     excess_s: list[float] = [trip["measured_s"] - trip["declared_s"] for trip in trips]
     return round(5e8 * statistics.median(excess_s))
 

@@ -20,7 +20,7 @@ PAYLOAD_SHARE = float(payload_share("tcp"))
 """Ratio of a full TCP segment's payload (with timestamps) to the shaped size: its frame without preamble and
 checksum."""
 LEAST_LATENCY_NS = 300_000
-"""Smallest latency in ns that is built."""
+"""Smallest latency in ns that the testbed builds."""
 _SUBNET = "10.77"
 _SWITCH_NET = 250
 
@@ -147,7 +147,7 @@ def topology_of(cluster: Cluster) -> Topology:
 
 
 def num_hosts(cluster: Cluster) -> int:
-    """Return the number of nodes, and of parameter servers on hosts of their own."""
+    """Return the number of hosts: nodes, and parameter servers on hosts of their own."""
     return cluster.nodes + (cluster.servers if cluster.server_placement == "own" else 0)
 
 
@@ -225,5 +225,5 @@ def _wire(host: str, switch: str, link: Link) -> Wire:
 
 
 def wire_s(nbytes: float, hosts: int, rate_bps: float) -> float:
-    """Return the seconds of a ring all-reduce's bytes on each link of ``rate_bps``, headers included."""
+    """Return the seconds that a ring all-reduce of ``nbytes`` occupies each link of ``rate_bps``, headers included."""
     return 2 * (hosts - 1) / hosts * 8 * nbytes / (rate_bps * PAYLOAD_SHARE)

@@ -16,14 +16,15 @@ Flow = tuple[str, str, str]
 _CHUNK = 1 << 16
 _RECEIVE_BYTES = 1 << 18
 _SEND_BUFFER = 1 << 18
-"""Limits what waits in the shaper's queue, so that a transfer ends when its sender does."""
+"""Size in bytes of a send buffer. It limits the data in the shaper's queue, so that a transfer ends with its sender."""
 _PATIENCE_S = 10.0
 
 
 def _connect(stack: ExitStack, inside: Inside, flow: Flow, *, bounded: bool = True) -> tuple[socket.socket, socket.socket]:
     """Return both ends of a connection; ``stack`` closes them.
 
-    If it is not ``bounded``, the kernel may have as much in flight as a long link needs.
+    ``bounded``: whether to limit the send buffer. If not, the kernel may have as much data in flight as a long link
+    needs.
     """
     source, target, address = flow
     with inside(target):
@@ -43,7 +44,7 @@ def _connect(stack: ExitStack, inside: Inside, flow: Flow, *, bounded: bool = Tr
 
 
 def rates(inside: Inside, flows: Sequence[Flow], *, skip_s: float, seconds: float, bounded: bool = True) -> list[float]:
-    """Return the payload in bit/s of flows that all run at once, measured after ``skip_s``."""
+    """Return the payload rate of each flow in bit/s while all run at once, for ``seconds`` after ``skip_s``."""
     with ExitStack() as stack, ThreadPoolExecutor(2 * len(flows)) as pool:
         ends = [_connect(stack, inside, flow, bounded=bounded) for flow in flows]
         begin = time.monotonic() + skip_s
@@ -64,7 +65,7 @@ def _send(sender: socket.socket, end: float) -> None:
 
 
 def _receive(receiver: socket.socket, begin: float) -> float:
-    """Return the rate between the first arrival after ``begin`` and the last arrival."""
+    """Return the rate in bit/s between the first arrival after ``begin`` and the last arrival."""
     buffer = bytearray(_RECEIVE_BYTES)
     first = last = 0.0
     total = 0
@@ -81,7 +82,7 @@ def _receive(receiver: socket.socket, begin: float) -> float:
 
 
 def round_trips(inside: Inside, flow: Flow, times: int) -> list[float]:
-    """Return the seconds of round trips of a byte, one after the other."""
+    """Return the seconds of each of ``times`` round trips of a byte, one after the other."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         here, there = _connect(stack, inside, flow)
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -100,7 +101,7 @@ def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, chunk_bytes: int, 
     """Return the seconds of each round of a ring over hosts (name, address).
 
     A round carries one all-reduce's bytes, without its sums. In each of 2(P - 1) steps every host sends a
-    chunk to the next one. It begins a step when it has the chunk of the step before.
+    chunk to the next one. It begins a step when it has received the chunk of the previous step.
     """
     size, num_steps = len(hosts), 2 * (len(hosts) - 1)
     data = bytes(chunk_bytes)

@@ -1,4 +1,4 @@
-"""Events: what the main thread of a process does, recorded while observing.
+"""Events: what the main thread of a process does, recorded while it is observed.
 
 Torch is unchanged before and after.
 """
@@ -33,23 +33,23 @@ _COLLECTIVES = (
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter",
     "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
-"""Functions of ``torch.distributed`` that a script calls directly."""
+"""Names of the functions of ``torch.distributed`` that a script may call directly."""
 _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
-"""Largest number of backwards of all models between two forwards of one."""
+"""Number of latest backwards that are kept. A model's own must be among them at its next forward."""
 _OURS = ("fleetbench", "real", "sim", "tuner")
 _OWN = tuple(f"{folder}{os.sep}" for folder in (*(Path(__file__).parents[2] / name for name in _OURS), Path(torch.__file__).parent))
-"""Prefixes of the files of this project and of torch, also if both are installed."""
+"""Path prefixes of this project's and torch's files, which are neither the script's nor an installed library's."""
 _BELOW = (str(Path(threading.__file__).parent), *_OWN, "<")
-"""Prefixes of these files, and of Python's own."""
+"""Path prefixes of ``_OWN``, of Python's library, and of code without a file."""
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
-"""Pattern of the files of an installed package, which is the group."""
+"""Pattern of the files of installed packages. Its group is the package's name."""
 clock = time.time_ns
 """Clock of the events, which the Reducer's own times also use."""
 
 
 class Events:
-    """Records events of one thread between ``on`` and its end."""
+    """Records what the thread that creates it does inside the context ``on``."""
 
     def __init__(self) -> None:
         self.found: list[list[Any]] = []
@@ -58,20 +58,21 @@ class Events:
         self.scales_loss = False
         """Whether an enabled GradScaler has stepped."""
         self._loaders: dict[int, list[int]] = {}
-        """Workers, nanoseconds inside, and nanoseconds in which this thread computed, by DataLoader
-        iterator."""
+        """For each DataLoader iterator by ``id()``: its number of workers, and the nanoseconds that this
+        thread spent and computed in it."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
-        """Last backwards."""
+        """Latest backwards, as entries of ``found``."""
         self._is_in_unit = False
         """Whether ``fully_shard`` is gathering or scattering."""
         self._begun: list[int] = []
         self._loop_lines: set[str] | None = None
-        """Lines of the script from which a library steps the optimizer; time there is the library's."""
+        """Lines of the script that call a library which steps the optimizer; samples there name the library's
+        line."""
 
     @property
     def loader(self) -> Loader | None:
-        """Return the DataLoader that took the most time."""
+        """DataLoader that took the most time; ``None`` if there was none."""
         if not self._loaders:
             return None
         num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
@@ -88,7 +89,7 @@ class Events:
 
     @contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
-        """Record a model's forward, and read what a DDP's Reducer knows about the previous backward."""
+        """Record a model's forward; read from a DDP's Reducer when the previous backward had computed its gradients."""
         exchanges = torch.is_grad_enabled() and isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
         kind: Kind = "forward" if torch.is_grad_enabled() else "evaluate"
         with self._noting(kind):
@@ -107,7 +108,7 @@ class Events:
         begun: list[int] = []
 
         def begins(*_: object) -> None:
-            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # what is compiled has no part of this
+            if not (torch.compiler.is_compiling() or torch.is_grad_enabled()):  # a compiled graph must not contain this
                 begun.append(clock())
 
         def ends(*_: object) -> None:
@@ -120,7 +121,7 @@ class Events:
             handle.remove()
 
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Record that an optimizer's step begins; a closure among its arguments belongs to the loop."""
+        """Record the start of an optimizer's step; return its arguments, with closures wrapped as part of the loop."""
         if self._loop_lines is None:
             self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
@@ -165,7 +166,7 @@ class Events:
 
     @contextmanager
     def _within(self, kind: Kind) -> Iterator[None]:
-        """Note a wait of ``fully_shard``, whose collectives are no script's."""
+        """Record a wait of ``fully_shard``. Collectives inside it do not count as the script's."""
         self._is_in_unit = True
         try:
             with self._noting(kind):
@@ -261,7 +262,7 @@ def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
-    """Return the innermost line of the package that is called first."""
+    """Return the innermost line of the package that the script calls directly; empty if it calls none."""
     return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
 
 

@@ -27,10 +27,10 @@ class FleetModel:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._threads = engine, torch.get_num_threads()
         self.module: nn.Module = engine.model
-        self.group: Any = dist.new_group()  # what the engine has in flight stays in order
+        self.group: Any = dist.new_group()  # its own, so that the engine's collectives stay in order
         self.device_type = next(self.module.parameters()).device.type
         self._open: list[AbstractContextManager[None]] = []
-        for handle in self.module.__dict__.pop(_HOOKS, ()):  # of an engine before
+        for handle in self.module.__dict__.pop(_HOOKS, ()):  # hooks of an earlier engine
             handle.remove()
         self.module.__dict__[_HOOKS] = [
             self.module.register_forward_pre_hook(living_hook(self._begins), prepend=True, with_kwargs=True),
@@ -38,7 +38,7 @@ class FleetModel:
         ]
 
     def change(self, change: DdpChange) -> None:
-        """Apply the number of threads; the strategy has all other settings."""
+        """Set the number of threads; the strategy has all other settings."""
         torch.set_num_threads(change.threads or self._threads)
 
     def described(self, *, buffers_change: bool) -> Model:

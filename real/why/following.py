@@ -1,4 +1,4 @@
-"""Following: forwards of DistributedDataParallel and ``fully_shard`` models in an observed process."""
+"""Following: leads forwards of DistributedDataParallel and ``fully_shard`` models through a process's observer."""
 
 import functools
 import itertools
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 _MOST_STEPS, _LONGEST_S = 50, 20.0
-"""Optimizer steps and seconds without DDP and ``fully_shard`` after which a process gives up."""
+"""Number of optimizer steps, and seconds, without DDP and ``fully_shard``, after both of which a process gives up."""
 
 
 @functools.cache
 def _observers() -> list["Observer"]:
-    """Return this process's observers: one at most."""
+    """Return the list that holds this process's observer, once it exists."""
     return []
 
 
 def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" = None) -> "Observer | None":
-    """Return the process's observer, created at a model's first forward with gradients; none before.
+    """Return the process's observer, created at a model's first forward with gradients; ``None`` before.
 
-    Without ``living`` the model is a DDP.
+    ``living`` adapts the model to the observer. Without it, the model is a DDP.
     """
     if not _observers() and torch.is_grad_enabled():
         from real.why.observer import Observer
@@ -49,7 +49,7 @@ def observer_of(model: "nn.Module", living: "FleetModel | ShardedModel | None" =
 
 
 def follow(module: ModuleType) -> None:
-    """Observe a process from a DDP's first forward with gradients; ``module`` has just been imported."""
+    """Observe this process through ``module``, one of torch's modules that has just been imported."""
     if module.__name__ == "torch.nn.parallel.distributed":
         _follow_ddp(module)
     elif "fsdp" in module.__name__:
@@ -61,20 +61,20 @@ def follow(module: ModuleType) -> None:
 
 
 class _Looking:
-    """Observes models of ``fully_shard``, whose calls are unchanged."""
+    """Observes models of ``fully_shard``, without changing the calls."""
 
     def arguments(self, _unit: Any, named: dict[str, Any]) -> dict[str, Any]:
-        """Return the script's arguments."""
+        """Return the script's arguments unchanged."""
         return named
 
     def around(self, model: "ShardedModel", inputs: tuple[Any, ...], named: dict[str, Any]) -> "AbstractContextManager[None]":
-        """Return the observer's context."""
+        """Return the context in which the observer records a forward."""
         observer = observer_of(model.module, model)
         return nullcontext() if observer is None else observer.forward(model.module, inputs, named)
 
 
 def _follow_steps(module: ModuleType) -> None:
-    """End a process that trains without DDP."""
+    """End a process that trains without DDP and ``fully_shard``."""
     num, begin_s, owner = itertools.count(1), time.monotonic(), os.getpid()
 
     def stepped(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Driver's side: a command whose ranks are observed."""
+"""Job of ``fleetbench why``, the driver's side: a command whose ranks are observed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from real.processes.started import uninterrupted
 from real.why.look import ANSWER, Look
 
 _NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH,P2P,SHM"}
-"""Variables with which NCCL prints its transports in a job's output."""
+"""Environment variables that make NCCL print its transports into a job's output."""
 
 
 class LookedAt:
     """A command that trains with DistributedDataParallel or ``fully_shard``, as a context manager.
 
-    Entering starts it, leaving ends it. A rank that fails or hangs ends the command within ``run.timeout``,
-    by name; its output is then kept.
+    Entering starts the command, leaving ends it. If a rank fails or hangs, the command ends within
+    ``run.timeout``, the error names the rank, and the output is kept.
     """
 
     def __init__(self, command: Sequence[str], run: Run, workdir: Path | None = None) -> None:
@@ -64,7 +64,7 @@ class LookedAt:
             if kind is None:
                 launch.end()
         except FleetbenchError:
-            pass  # what it was to tell is there
+            pass  # its results are there already
         finally:
             with uninterrupted():
                 launch.kill()
@@ -75,10 +75,10 @@ class LookedAt:
         write_json(self.folder / ANSWER, dict(numbers))
 
     def look(self, look: Look, progress: Progress | None = None) -> list[Mapping[str, Any]]:
-        """Return every rank's part of a look, by rank.
+        """Let the ranks carry out a look; return each rank's part, ordered by rank.
 
-        ``is_over`` tells whether the script has ended before; parts may then be missing. Raises
-        ``ConfigError`` if no model of DistributedDataParallel or ``fully_shard`` trains.
+        ``is_over`` is then true if the script ended first; parts may be missing. Raises ``ConfigError`` if no
+        model of DistributedDataParallel or ``fully_shard`` trains.
         """
         assert self._launch is not None
         is_first = not self._launch.num_orders

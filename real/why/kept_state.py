@@ -16,17 +16,17 @@ steps."""
 
 
 class KeptState:
-    """Copies of models' parameters, gradients and buffers and of optimizers' state: ``keep``, ``restore``."""
+    """Copies models' tensors and gradients and optimizers' state (``keep``), and puts them back (``restore``)."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = tuple(models)
         found = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
-        self._optimizers = list({id(one.state): one for one in found}.values())  # a library's wrapper shows another one's state
+        self._optimizers = list({id(one.state): one for one in found}.values())  # a library's wrapper has the state of the optimizer inside
         self._kept: Any = None
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that a copy takes."""
+        """Bytes that a copy takes."""
         return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(self._living()) if isinstance(leaf, torch.Tensor))
 
     def keep(self) -> None:

@@ -29,7 +29,7 @@ from real.processes.started import users_launcher
 
 MODULE = "real.why.link_test"
 _RESULT = "fleetbench-links "
-"""Prefix of rank 0's output, on a line that a launcher may prefix."""
+"""Text before rank 0's result in its output. A launcher may print more before it on the same line."""
 _TAKE_A_MODULE = re.compile(r"torchrun|accelerate|torch\.distributed\.(run|launch)")
 """Launchers that accept ``-m MODULE`` after their options."""
 _PYTHON = re.compile(r"python[\d.]*")
@@ -47,18 +47,18 @@ class LinkReport(Config):
 
     links: Links
     transports: Transports | None = None
-    """Transports that NCCL reported; none with gloo."""
+    """Transports that NCCL reported; ``None`` with gloo."""
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
-        """Return statements on what slows the exchange, and remedies."""
+        """Statements on what slows the exchange, with remedies."""
         has_infiniband = any(host.has_infiniband for host in self.links.hosts)
         of_nccl = remarks(self.transports, len(self.links.hosts), has_infiniband) if self.transports else ()
         return (*remarks_of_links(self.links), *of_nccl)
 
 
 def run_here(nproc: int, heard: Heard) -> LinkReport:
-    """Test the links between ``nproc`` ranks on this machine; ``heard`` gets other lines of rank 0.
+    """Test the links between ``nproc`` ranks on this machine; call ``heard`` with rank 0's other lines of output.
 
     Raises ``WorkerFailed`` with the rank that failed.
     """
@@ -74,10 +74,10 @@ def run_here(nproc: int, heard: Heard) -> LinkReport:
 
 
 def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
-    """Test the links between the ranks that a launcher starts; ``heard`` gets its other lines.
+    """Test the links between the ranks that a launcher starts; call ``heard`` with its other lines of output.
 
-    None if rank 0 is on a node with its own launcher. Raises ``EnvironmentLacks`` for a program that cannot
-    be started, ``WorkerFailed`` if it fails.
+    Returns ``None`` if rank 0 is on a node with its own launcher. Raises ``EnvironmentLacks`` for a program
+    that cannot be started, ``WorkerFailed`` if it fails.
     """
     pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "errors": "replace"}
     with users_launcher(with_module(command), _GRACE_S, **pipe) as process:
@@ -92,7 +92,7 @@ def run_with(command: Sequence[str], heard: Heard) -> LinkReport | None:
 
 
 def with_module(command: Sequence[str]) -> list[str]:
-    """Return the launcher's command line with each rank's module, or a program if it accepts no module."""
+    """Return the launcher's command line with this module, run by Python if the launcher needs a program."""
     names = [Path(word).name for word in command if not word.startswith("-")]
     takes_module = any(map(_TAKE_A_MODULE.fullmatch, names)) or any(map(_PYTHON.fullmatch, names[-1:]))
     return [*command, *([] if takes_module else [sys.executable, "-u", "-P"]), "-m", MODULE]
@@ -107,7 +107,7 @@ def _result(line: str, heard: Heard) -> LinkReport | None:
 
 
 def main() -> None:
-    """Run one rank. Raises ``ConfigError`` if it was not started together with others."""
+    """Run one rank. Raises ``ConfigError`` if the launcher has started only this one."""
     role = role_of(os.environ)
     if role.trainers < 2:
         what = "links need two ranks, and the launcher's environment names one"
@@ -131,7 +131,7 @@ def main() -> None:
         if is_lost and dist.get_backend() == "gloo":
             why = f"the name of {socket.gethostname()} resolves to its loopback, which gloo takes by itself"
             note = f"note: {why}: scripts need {GLOO}={os.environ.get(GLOO)}"
-            print(note, file=sys.stderr, flush=True)  # noqa: T201  # the rank's word to its user
+            print(note, file=sys.stderr, flush=True)  # noqa: T201  # a note to the user
         own = this_host() if role.local_rank else replace(this_host(), gpus=gpus_of_host())
         links = measure_links(host=own)
         said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
@@ -139,7 +139,7 @@ def main() -> None:
     logs = gathered(world, device_of_group(world), said)
     if role.rank == 0:
         told = _RESULT + json.dumps({"links": encode(links), "transports": encode(read_nccl_log("\n".join(logs)))})
-        print(told, flush=True)  # noqa: T201  # the launcher's output is the way to the command
+        print(told, flush=True)  # noqa: T201  # the command reads it from the launcher's output
     dist.barrier()
     dist.destroy_process_group()
 

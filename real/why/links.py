@@ -1,9 +1,8 @@
-"""Link test: what the links of a process group carry, in a job of its own or between two steps of a training.
+"""Links: how fast the links of a process group are, in a job of their own or between two steps of a training.
 
-Ranks tell each other what they have found by collectives of the group itself. ``measure_links`` leaves
-nothing behind; only where groups over other interfaces were made, without torch's registry and without
-environment variables, a counter stays in the default store. Source of bus bandwidth: nccl-tests,
-doc/PERFORMANCE.md.
+Ranks exchange their findings by collectives of the group itself. ``measure_links`` leaves nothing behind,
+neither in torch's registry of groups nor in environment variables. Only if it has made groups over other
+interfaces, a counter stays in the default store. Source of bus bandwidth: nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SIZES = (64 * 2**10, 2**20, 16 * 2**20)
 _PAIR_BYTES = 4 * 2**20
 _PAIR_REPEATS = 3
 _LEAST, _MOST = 3, 200
-"""Least and largest number of repeats of an all-reduce."""
+"""Smallest and largest number of repeats of an all-reduce."""
 _PREFIX = "fleetbench/links"
 """Prefix of keys in the default store."""
 _INTERFACE_TIMEOUT = timedelta(seconds=10)
@@ -54,13 +53,13 @@ def measure_links(
     host: Host | None = None,
     pairs: bool = True,
 ) -> Links:
-    """Time all-reduces of ``sizes`` bytes in ``group`` (default: the job's own); all its ranks call this.
+    """Time all-reduces of ``sizes`` bytes in ``group`` (default: all ranks); all its ranks call this.
 
-    ``seconds``: approximate time of the all-reduces, with at least three repeats of each size. ``device``: of
-    the tensors, default ``device_of_group``. ``host``: this rank's host with known facts; that of a host's
-    first rank counts. Between several hosts, messages of 4 MiB are timed too (``pairs``: NCCL makes a
-    communicator for each, which takes GPU memory), and with gloo the same all-reduces over each other
-    interface. Takes memory for the largest size. A collective that fails raises torch's error.
+    The all-reduces take about ``seconds``, with at least three repeats of each size, on ``device`` (default:
+    ``device_of_group``). ``host`` describes this rank's host; that of a host's first rank counts. Between
+    several hosts, messages of 4 MiB are timed too (``pairs``: NCCL makes a communicator for each, which takes
+    GPU memory), and with gloo the same all-reduces over each other interface. It takes memory for the largest
+    size. A collective that fails raises torch's error.
     """
     process: Process = group or dist.group.WORLD
     device = device or device_of_group(process)
@@ -88,7 +87,7 @@ def measure_links(
 
 
 def device_of_group(process: Process, kind: str = "cuda") -> torch.device:
-    """Return this rank's GPU for a group of NCCL, unless ``kind`` is ``cpu``; the CPU for gloo.
+    """Return this rank's GPU for an NCCL group, unless ``kind`` is ``cpu``; the CPU for gloo.
 
     Raises ``ConfigError`` for other backends.
     """
@@ -112,7 +111,7 @@ def gathered(process: Process, device: torch.device, own: Any) -> list[Any]:
 
 
 def _by_host(told: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[int, ...]]:
-    """Return the hosts of all ranks, each once, and every rank's index.
+    """Return the hosts of all ranks, each once, and the index of every rank's host.
 
     Network namespaces of one machine count as hosts: their addresses differ.
     """
@@ -129,12 +128,12 @@ def _largest(process: Process, device: torch.device, *numbers: float) -> list[fl
 
 
 def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], seconds: float) -> Times:
-    """Time each size's all-reduce: once to check its sum, then as often as the slowest rank can."""
+    """Time each size's all-reduce: once with a check of its sum, then as often as the slowest rank's time allows."""
     ranks, found = process.size(), list[AllReduceTime]()
     if ranks == 1:
         return ()
     whole = torch.zeros(max(sizes) // _ELEMENT, dtype=torch.float32, device=device)
-    _time(process, whole[: min(sizes) // _ELEMENT], device)  # which opens connections
+    _time(process, whole[: min(sizes) // _ELEMENT], device)  # opens the connections
     for size in sorted(sizes):
         part = whole[: size // _ELEMENT]
         part.fill_(process.rank() % _VALUES + 1)
@@ -173,7 +172,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[int]) -> list[PairTime]:
-    """Return this rank's times of messages between a host's first rank and the next host's."""
+    """Return the times that this rank has measured of messages between first ranks of neighbouring hosts."""
     leaders = [host_of_rank.index(host) for host in range(max(host_of_rank) + 1)]
     num, found = len(leaders), list[PairTime]()
     chain = [(host, host + 1) for first in (0, 1) for host in range(first, num - 1, 2)]
@@ -200,7 +199,7 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
 def _other_interfaces(
     process: Process, hosts: Sequence[Host], interface: str | None, sizes: Sequence[int], seconds: float
 ) -> list[InterfaceTime]:
-    """All-reduces over each interface that all hosts share; over the one in use twice, as moments differ."""
+    """Time all-reduces over each interface that all hosts share; the one in use first and last, as times change."""
     shared = shared_interfaces(hosts)
     others, used = [name for name in shared if name != interface], [name for name in shared if name == interface]
     if not others:
@@ -220,7 +219,7 @@ def _other_interfaces(
 def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds: float) -> InterfaceTime:
     """Time all-reduces in a gloo group over one interface.
 
-    None if it was not made, or failed, on some rank.
+    If they fail on some rank, the result has an error and no times.
     """
     times: Times = ()
     error = None
@@ -235,7 +234,8 @@ def _over(name: str, process: Process, store: Any, sizes: Sequence[int], seconds
 def _gloo_over(interface: str, process: Process, store: Any) -> Process:
     """Return a gloo group of the same ranks, as if made with GLOO_SOCKET_IFNAME; torch does not list it.
 
-    It ends with its last reference. Raises ``RuntimeError`` if a rank is not reached within 10 s.
+    The group ends when its last reference is gone. Raises ``RuntimeError`` if it cannot reach a rank within
+    10 s.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001  # as torch's own tests do

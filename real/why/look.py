@@ -7,27 +7,28 @@ from fleetbench.config import Config
 from fleetbench.why.change import DdpChange
 
 ANSWER = "answer.json"
-"""File in the job's folder with the findings, by name."""
+"""Name of the file in the job's folder with the driver's findings, numbers by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look(Config):
     """A number of steps, and what to record about them.
 
-    ``watch``: everything the main thread does (``RankLog``). ``alone``: when gradients are ready without an
-    exchange (``Readiness``); models and optimizers are restored afterwards. ``times``: how long steps take.
+    ``what`` is ``watch`` for everything that the main thread does (``RankLog``), ``alone`` for when gradients
+    are ready without an exchange (``Readiness``; models and optimizers are restored afterwards), or ``times``
+    for how long steps take.
     """
 
     what: Literal["watch", "alone", "times"] = "watch"
     steps: int
     warmup_steps: int = 3
     max_s: float = 10.0
-    """Seconds after which fewer steps suffice, but at least ten."""
+    """Seconds that the steps may take: there are fewer if they would take longer, but at least ten."""
     change: DdpChange = field(default_factory=DdpChange)
     links: bool = False
     """Whether to measure the job's links after the steps."""
     trace: str = ""
-    """Name of files in the job's folder into which torch.profiler records the steps of ``times``, one per
-    rank; empty: none."""
+    """Prefix of the names of torch.profiler's files in the job's folder, one per rank, for ``times``; empty:
+    no trace."""
     stacks: bool = False
-    """Whether to record Python calls, which slow the host."""
+    """Whether to record Python calls in the trace, which slows the host."""

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 _LEAST_STEPS = 10
 _MOST_FORWARDS = 1000
-"""Forwards with gradients after which a model whose optimizer has not stepped is assumed never to train."""
+"""Number of forwards with gradients after which a model whose optimizer has not stepped is assumed never to train."""
 _MEETINGS = 9
 _LINKS_SIZES = (64 * 2**10, 512 * 2**10, 4 * 2**20)
 _LINKS_S = 1.0
 """Seconds for measuring the links of a group."""
 _SAMPLE_RATE = 100
-"""Torch's default number of iterations between two that the Reducer times."""
+"""Torch's default: the Reducer times one of this many iterations."""
 Part = dict[str, Any]
 Steps = Generator[None, bool, Part]
 """Generator that resumes after each optimizer step with whether the script is over; it returns this rank's
@@ -57,9 +57,9 @@ part of a look."""
 
 
 class Observer:
-    """Records looks at the steps of a model.
+    """Carries out the driver's looks at the steps of a model.
 
-    Life cycle: made at the model's first forward with gradients -> looks -> the driver says stop, and
+    Life cycle: created at the model's first forward with gradients -> looks -> the driver says stop, and
     ``SystemExit`` is raised. A look begins and ends with an optimizer step. If the script ends first, the
     observer reports what it has seen. Steps are those of the first optimizer that steps and holds parameters
     of the model. All ranks look at the same steps.
@@ -79,7 +79,7 @@ class Observer:
         self._events: Events | None = None
         self._is_alone = False
         self._models: list[nn.Module] = []
-        """Models whose forward has run, in the order of their first."""
+        """Models whose forward has run, in the order of their first forward."""
         self._number = 0
         self._optimizer: int | None = None
         self._num_steps = self._num_forwards = 0
@@ -93,7 +93,7 @@ class Observer:
 
     @contextmanager
     def forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
-        """Run a model's forward inside this context."""
+        """Record a model's forward, which runs inside the context."""
         self._beats.beat(self._number, self._num_steps + 1)  # a rank that hangs before its forward is a step behind the others
         if not any(model is known for known in self._models):
             self._models.append(model)
@@ -105,7 +105,7 @@ class Observer:
                 what = f"has no step that could be looked at: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
                 raise ConfigError(what, "the command", hint="a step ends where step() of an optimizer of torch's returns")
         if self._events is None:
-            # the forward decides for its backward
+            # in its forward, DDP decides whether the backward exchanges
             with model.no_sync() if self._is_alone and isinstance(model, DistributedDataParallel) else nullcontext():
                 yield
             return
@@ -161,7 +161,7 @@ class Observer:
         steps = self._told(max(min(_LEAST_STEPS, look.steps), min(look.steps, fitting)))[0]
         part = yield from {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what](steps, look)
         if look.links and part["complete"]:
-            pairs = self._backend != "nccl"  # which makes a communicator for each
+            pairs = self._backend != "nccl"  # NCCL makes a communicator for each pair
             part["links"] = encode(measure_links(self._group, _LINKS_SIZES, _LINKS_S, device=self._device, pairs=pairs))
         return part
 
@@ -210,7 +210,7 @@ class Observer:
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
     def _alone(self, steps: int, _look: Look) -> Steps:
-        """Take steps without any exchange; afterwards each rank's models and optimizers are restored."""
+        """Let steps pass without any exchange, and record readiness; then restore this rank's models and optimizers."""
         assert isinstance(self._model, DistributedDataParallel)
         state = KeptState(self._models)
         told = self._told([Place.here().kernel, state.nbytes, psutil.virtual_memory().available])
@@ -227,7 +227,7 @@ class Observer:
         return {"complete": not is_over, "alone": None if found is None else encode(found)}
 
     def _passed(self, steps: int, each: Callable[[], object]) -> Generator[None, bool, bool]:
-        """Let steps pass, with a call after each; return whether the script is over before."""
+        """Let ``steps`` steps pass, and call ``each`` after each one; return whether the script ended before."""
         for _ in range(steps):
             if (yield):
                 return True
@@ -235,25 +235,25 @@ class Observer:
         return False
 
     def _time_models(self) -> None:
-        """Let each Reducer time its exchange in every observed step."""
+        """Make each Reducer time all exchanges while events are recorded, else as often as torch's default."""
         every = _SAMPLE_RATE if self._events is None else 1
         for model in self._models:
             if isinstance(model, DistributedDataParallel):
                 model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # torch has no public name for it
 
     def _told(self, own: Any) -> list[Any]:
-        """Return every rank's data, by rank."""
+        """Return the data of every rank, by rank; all ranks call it."""
         return gathered(self._group, self._device, own)
 
     def _ahead_ns(self) -> int:
-        """Return how far this host's clock is ahead of rank 0's, from when ranks leave a barrier."""
+        """Return by how many ns this host's clock is ahead of rank 0's, from when ranks leave barriers."""
         left = []
         for _ in range(1 + _MEETINGS):
             dist.barrier(self._group)
             left.append(clock())
         kernel = Place.here().kernel
         of_first, first = self._told([kernel, left])[0]
-        # what the first barrier tells is when they came
+        # the first barrier only aligns ranks that arrive at different times
         return 0 if of_first == kernel else median_ns(own - other for own, other in zip(left[1:], first[1:], strict=True))
 
 

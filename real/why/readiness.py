@@ -17,20 +17,20 @@ from real.why.events import clock
 
 
 class ReadinessClock:
-    """Hooks a model and its parameters while it is ``on``."""
+    """Records when a model's gradients are ready, with hooks that exist inside the context ``on``."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._trained = {name: parameter for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._begun = 0
-        """Start of the current forward; 0: there is none."""
+        """Start of the current forward with gradients in ns; 0 outside of one."""
         self._forwards: list[tuple[int, int]] = []
-        """Start and end of each forward of the current step."""
+        """Start and end of each forward of the current step, in ns."""
         self._ready: list[dict[str, int]] = []
-        """Times at which gradients were ready after each forward of the current step, by parameter."""
+        """Times in ns at which gradients were ready after each forward of the current step, by parameter."""
         self._steps: list[tuple[int, int, dict[str, int]]] = []
-        """For each earlier step: nanoseconds until its last backward, of that backward, and until each
-        gradient is ready in it."""
+        """For each earlier step, nanoseconds of compute before its last backward, of that backward, and from
+        its start until each gradient is ready."""
         self._unused: set[str] = set()
 
     @contextmanager
@@ -61,7 +61,7 @@ class ReadinessClock:
         self._steps.append((sum(took) + sum(backwards), max(ready.values()) - end, {name: at - end for name, at in ready.items()}))
 
     def found(self) -> Readiness | None:
-        """Return medians of the steps so far; none without any."""
+        """Return medians over the steps so far; ``None`` if there are none."""
         if not self._steps:
             return None
         ready = [[at[name] for _, _, at in self._steps if name in at] for name in self._trained]

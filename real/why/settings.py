@@ -72,7 +72,7 @@ class LivingDdp:
         )
 
     def described(self, *, buffers_change: bool) -> Model:
-        """Return what the DDP is, and what its Reducer reports after some steps."""
+        """Return the model's sizes and settings, and the buckets that its Reducer has after some steps."""
         ddp = self._ddp
         logged = ddp._get_ddp_logging_data()  # noqa: SLF001  # torch has no public name for it
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
@@ -89,7 +89,7 @@ class LivingDdp:
         )
 
     def change(self, change: DdpChange) -> None:
-        """Apply the arguments that ``change`` names; others are the script's."""
+        """Apply the arguments that ``change`` names, and the script's own for all others."""
         torch.set_num_threads(change.threads or self._threads)
         is_own = change == DdpChange(threads=change.threads)
         if not self.can_change or (is_own and self._is_own):
@@ -97,7 +97,7 @@ class LivingDdp:
         own, self._is_own = self._own, is_own
         cap = None if own["bucket_bytes_cap_default"] else own["bucket_bytes_cap"] / MIB
         for parameter in self._ddp.module.parameters():
-            if parameter.grad is not None:  # no view of a bucket that goes
+            if parameter.grad is not None:  # it must not be a view of a bucket that is freed
                 parameter.grad = parameter.grad.detach().clone()
         newer = known(
             DistributedDataParallel.__init__,

@@ -12,7 +12,7 @@ from typing import Any
 def log_to_open_runs(numbers: Mapping[str, float]) -> list[str]:
     """Log numbers by name into each run that is open in this process; return the trackers that took them.
 
-    A tracker's own error must not affect the script, so it is left out then. No tracker is imported.
+    A tracker that raises an error is left out, because it must not affect the script. No tracker is imported.
     """
     told = []
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")

@@ -1,4 +1,4 @@
-"""Stretches: what compute takes with its delays, for all ranks at once."""
+"""Compute times of all ranks at once, with delays and while collectives slow them."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,14 +13,17 @@ _SHIFT = ONE.bit_length() - 1
 
 
 def stretched(base_ns: int, x: Times, largest: int) -> Times:
-    """``fleetbench.stragglers.stretch`` for an array of X, none above ``largest``."""
+    """Return ``fleetbench.stragglers.stretch`` for an array of X, of which none exceeds ``largest``."""
     if base_ns * max(largest, ONE) < 2**62:  # no X is below -1
         return base_ns + ((base_ns * x + ONE // 2) >> _SHIFT)
     return np.asarray((base_ns * (ONE + x.astype(object)) + ONE // 2) // ONE).astype(np.int64)  # beyond 64 bits on the way
 
 
 class Stretches:
-    """Compute of one step of every block; ``x`` is X in units of 2^-24, shape ``(num_blocks, num_ranks)``."""
+    """Compute times of one step of every block.
+
+    ``x`` is X in units of 2^-24, shape ``(num_blocks, num_ranks)``.
+    """
 
     def __init__(self, x: Times) -> None:
         self._x = x
@@ -29,13 +32,16 @@ class Stretches:
         self._known: dict[int, Times] = {}
 
     def of(self, base_ns: int) -> Times:
-        """Time that ``base_ns`` of compute takes on every rank."""
+        """Return the time in ns that ``base_ns`` of compute takes on every rank."""
         if base_ns not in self._known:
             self._known[base_ns] = stretched(base_ns, self._x, self._largest)
         return self._known[base_ns]
 
     def latest(self, base_ns: int, group: Group | None = None) -> Times:
-        """The longest that ``base_ns`` takes in each part of a group, or of all ranks: it grows with X, so that the largest X decides."""
+        """Return the longest time in ns that ``base_ns`` takes in each part of ``group``; None: among all ranks.
+
+        The time grows with X, so the largest X decides.
+        """
         key = id(group)
         if key not in self._most:
             self._most[key] = self._x.max(axis=1, keepdims=True) if group is None or group.is_whole else group.latest(self._x)
@@ -43,17 +49,21 @@ class Stretches:
 
 
 class Slowed:
-    """Compute of one step that takes ``slow`` times as long while collectives of its rank are in flight; see ``sim.reference.trainer``.
+    """Compute of one step, which takes ``slow`` times as long while collectives of its rank are in flight.
 
-    Progress counts in units so small that all of it is whole numbers, and the time of each mark is rounded once.
+    See ``sim.reference.trainer``. Progress is counted in whole units of 1 / ``slow.numerator`` ns, so that it
+    is exact, and the time of each mark is rounded once.
     """
 
     def __init__(self, slow: Fraction) -> None:
-        self._full, self._slow = slow.numerator, slow.denominator  # units a nanosecond
+        self._full, self._slow = slow.numerator, slow.denominator  # units of progress per ns
         self._done: Any = 0
 
     def reach(self, mark_ns: Times, now: Times, flights: Sequence[tuple[Times, Times]]) -> Times:
-        """When ranks that compute from ``now`` on reach a mark of their step, beside collectives with these starts and ends."""
+        """Return when ranks that compute from ``now`` on reach a mark of their step.
+
+        ``flights`` has the starts and ends of their collectives.
+        """
         exact: Any = np.int64 if 4 * int(mark_ns.max()) * self._full < LATER else object
         mark = mark_ns.astype(exact) * self._full
         left = mark - self._done
@@ -66,7 +76,7 @@ class Slowed:
             takes = self._takes(left, rate)
             live = going & (moment >= time)
             if before is not None:
-                live &= moment > before  # of several changes at once, what was until then counts
+                live &= moment > before  # if several changes coincide, the pace before the first counts
             reached = live & (time + takes <= moment)
             passed = np.where(reached, takes, np.where(live, moment - time, 0))
             time, left, going, before = time + passed, left - passed.astype(exact, copy=False) * rate, going & ~reached, moment
@@ -80,7 +90,10 @@ class Slowed:
 
 
 def _changes(now: Times, last: Times, flights: Sequence[tuple[Times, Times]]) -> tuple[list[Times], list[Times]]:
-    """Moments in their order at which a collective starts or ends, and how many are in flight before each; of those that matter."""
+    """Return when collectives start or end, in order, and the number in flight before each.
+
+    Those that end before ``now`` or start after ``last`` are left out.
+    """
     earliest, latest = now.min(), last.max()
     near = [(start, end) for start, end in flights if end.max() >= earliest and start.min() <= latest]
     if not near:

@@ -1,4 +1,4 @@
-"""The engine: runs a scenario's steps, many blocks of them side by side where their ranks begin together."""
+"""The engine: runs a scenario's steps, many blocks of them side by side if their ranks begin together."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,13 +29,16 @@ from sim.own_work import moments_of
 from sim.scenario import Draws, Scenario
 
 CELLS = 2**17
-"""Ranks times steps that are simulated together: arrays of this size stay in a processor's cache."""
+"""Number of ranks times steps that are simulated together. Arrays of this size fit in a processor's cache."""
 MOST_DRAWN = 4 * MOST_EVENTS
-"""Spans that may be looked at before those that take no time are left out."""
+"""Largest number of spans that are drawn, before those that take no time are left out."""
 
 
 def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
-    """Run all trainers to their last step; ``step_done`` is told how many are done. Raises ``Unsupported``, see that module."""
+    """Run all trainers to their last step. ``step_done`` is called with the number of steps done.
+
+    Raises ``Unsupported``; see ``sim.arrays.supported``.
+    """
     layout = Layout(scenario.plan, Routes(scenario.links))
     engine, steps = Engine(scenario, layout), scenario.steps
     script = engine.script
@@ -70,7 +73,10 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
 
 
 def _bytes_sent(program: Program, layout: Layout) -> npt.NDArray[np.object_]:
-    """Bytes that each rank sends in a step, or one number where all send the same."""
+    """Return the bytes that each rank sends in a step, or one number if all send the same.
+
+    Raises ``ConfigError`` for more than 64 bits.
+    """
     sent = sum((layout.bytes_sent(join.operation) for join in program.joins), np.zeros(1, dtype=object))
     if sent.max() > LARGEST:
         raise uncountable()
@@ -78,18 +84,20 @@ def _bytes_sent(program: Program, layout: Layout) -> npt.NDArray[np.object_]:
 
 
 class Engine:
-    """Runs a scenario from 0 ns to its end. Raises ``Unsupported`` for one that is not this engine's.
+    """Runs a scenario from 0 ns to its end. Raises ``Unsupported`` for one that the reference engine must run.
 
-    Trainers that begin a block of steps together, with nothing in flight, go through it as if it were
-    the first: so blocks that do the same are run side by side, from 0 ns each, and laid one after the
-    other. A block whose ranks do not end together is run by itself, and the next ones after it, until they do.
+    A block of steps that all trainers begin together, with nothing in flight, does not depend on earlier
+    blocks. So blocks with the same programs are run side by side, each from 0 ns, and then put one after the
+    other. If the ranks of a block do not end together, the block is run by itself, and so are those after it
+    until ranks end together.
 
-    Runs that differ only in their random draws, such as those of several seeds, also run side by side: rows are blocks of the first
-    run, then of the second. A block is run by itself in all of them where that is so in one.
+    Runs that differ only in their random draws, such as several seeds, also run side by side. The rows of
+    arrays are the blocks of the first run, then those of the second. If one run's block must run by itself,
+    it does so in all runs.
     """
 
     def __init__(self, scenario: Scenario, layout: Layout, draws: Sequence[Draws] = ()) -> None:
-        """``draws``: those of each run; by default there is one run, with the scenario's."""
+        """``draws``: the delays of each run; by default there is one run, with the scenario's delays."""
         self.script: Script = script_of(scenario)
         self._draws = draws or (scenario.draws,)
         self._runs = len(self._draws)
@@ -103,26 +111,29 @@ class Engine:
         step = np.arange(len(scenario.steps))
         fetch_ns = np.where((step > 0) & (step % scenario.fetch_every == 0), int(table.fetch), 0)
         self._heads_ns = fetch_ns + int(table.load) + int(table.read)
-        """From a step's start to its forward, without loaders."""
+        """Time in ns from each step's start to its forward, without loaders."""
         self._last_read_ns = int(table.fetch) if len(step) % scenario.fetch_every == 0 else 0
         """Time to read back results at the end of the last step, in ns; 0 if none are due then."""
         self._loaders = StepHead(table, scenario.fetch_every, 0, np.maximum) if table.loaders else None
-        """With them a head follows from steps before it."""
+        """Heads of steps with loaders, which depend on earlier steps; ``None`` without loaders."""
         self._slowest = math.ceil(1 + max(table.contention, table.collective_contention))
         head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
         self._most_ns = head_ns + most_ns(layout, programs)
         self._compute_ns = max([table.forward_ns + table.backward_ns, *(moment_ns for _, moment_ns in moments_of(scenario.plan, table))])
         self._reached_ns = sum(join.is_first for program in programs for join in program.joins) * scenario.first_exchange_ns
         self._begin_ns = np.zeros(self._runs, dtype=np.int64)
-        """When the next blocks of each run begin, or when the interpreter under way was at 0."""
+        """By run: time in ns at which the next block begins, or at which the unfinished interpreter was at
+        0."""
         self._under_way: Interpreter | None = None
+        """Interpreter of a block whose ranks did not end together."""
         self._most_blocks = CELLS
         self._window: tuple[int, Times] = (0, np.zeros((self._runs, 0, layout.num_ranks), dtype=np.int64))
 
     def run(self, observers: Sequence[Observer], done: Callable[[int], None], *, looks: bool = True, draws: bool = False) -> None:
-        """Run all steps; ``done`` is told how many have been, and ``looks`` and ``draws`` are those of ``Interpreter``.
+        """Run all steps.
 
-        Observers see the first run. Raises ``Unsupported`` where times may leave 64 bits on the way.
+        ``done`` is called with the number of steps done. ``looks`` and ``draws`` are those of
+        ``Interpreter``. Observers see only the first run. Raises ``Unsupported`` if times may leave 64 bits.
         """
         first = 0
         for pattern, count in self.script.blocks:
@@ -133,11 +144,11 @@ class Engine:
                     done(first := first + 1)
 
     def counted_ns(self, run: int = 0) -> tuple[int, int]:
-        """The first start and the last end of a run's counted steps, when all have been run."""
+        """Return the first start and the last end in ns of a run's counted steps, after all have been run."""
         return int(self.first_start[run, self._first_counted :].min()), int(self.last_end[run, self._first_counted :].max())
 
     def _run(self, first: int, pattern: tuple[int, ...], count: int, observers: Sequence[Observer], keeps: tuple[bool, bool]) -> int:
-        """Run up to ``count`` blocks side by side from step ``first`` on; how many of them are done."""
+        """Run up to ``count`` blocks side by side from step ``first`` on, and return the number of blocks done."""
         stride, blocks, runs, ranks = len(pattern), 1, self._runs, self._under_way
         if ranks is None:
             if self._loaders is None:
@@ -175,7 +186,10 @@ class Engine:
         return good
 
     def _x(self, steps: slice) -> Times:
-        """X of these steps, shape ``(num_runs * num_steps, num_ranks)``; as many as fit are drawn at once."""
+        """Return X of these steps, shape ``(num_runs * num_steps, num_ranks)``.
+
+        Steps after them are drawn in advance, up to ``CELLS`` values in all.
+        """
         begin, drawn = self._window
         if steps.start < begin or steps.stop > begin + drawn.shape[1]:
             begin, ahead = steps.start, max(1, CELLS // (self._layout.num_ranks * self._runs))
@@ -189,9 +203,10 @@ class Engine:
 
 
 def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:
-    """A function that makes the transfers of a number of blocks, and the factor by which a rank's collectives slow its compute.
+    """Return a function that makes the ``Transfers`` of a number of blocks, and compute's slowdown factor.
 
-    Raises ``Unsupported`` where only the reference engine can tell.
+    The factor applies while collectives of the rank are in flight. Raises ``Unsupported`` for a scenario that
+    the reference engine must run.
     """
     is_slowed = overlaps(scenario, programs)
     if shares(layout, programs):

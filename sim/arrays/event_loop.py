@@ -1,7 +1,8 @@
-"""Event loop: carries collectives that have ports in common, turn by turn (``sim.network.turns``), in one block of steps.
+"""Event loop: carries collectives that share ports, turn by turn (``sim.network.turns``), in one block of steps.
 
-One part of one collective is a meeting. Those of a queue start in order. Queues whose meetings have ports in common,
-directly or not, are a region: a meeting that is alone in its region goes on to its end at once, until another arrives.
+A meeting is one collective in one part of its group. The meetings of a queue start in order. Queues whose
+meetings share ports, directly or not, form a region. A meeting that is alone in its region is carried to its
+end at once. If another one arrives before that end, the first is put back to the turn that it has reached.
 """
 
 from bisect import bisect_left
@@ -14,15 +15,16 @@ from sim.network.turns import Window, busy_on, scaled
 from sim.network.work import Route
 
 _END, _ARRIVAL, _TURN = range(3)
-"""Kinds of events of a meeting, in the order that they have within a nanosecond; among turns the lower number is first."""
+"""Kinds of a meeting's events, in their order within a nanosecond. Equal events are ordered by the number of
+the meeting."""
 _NO_WINDOW = Window(-(2**62), 0, 0)
 
 
 class Meetings:
-    """Routes, queues and successors of meetings, by number, known before anybody joins them.
+    """Routes, queues and followers of meetings, by number; ranks join the meetings later.
 
-    ``queues`` has the meetings of each queue in their order, of which ``depth`` are in flight at most;
-    ``followers`` has those that start after each meeting's end, by default none.
+    ``queues`` lists the meetings of each queue in order; at most ``depth`` of them are in flight.
+    ``followers`` lists, for each meeting, those that start after its end; by default there are none.
     """
 
     def __init__(
@@ -44,14 +46,14 @@ class Meetings:
         self._alone(routes)
 
     def _turns(self, routes: Sequence[Route], links: Links) -> None:
-        """Turns, each with its own time, what comes after it, and for how long it takes which ports."""
+        """Set ``turns``: each turn's own time, the time after it, and its ports, each with its busy time."""
         users: dict[Port, list[tuple[int, int, int]]] = {}
         for meeting, route in enumerate(routes):
             for port, load in zip(route.ports, route.loads, strict=True):
                 users.setdefault(port, []).append((meeting, load.numerator, load.denominator))
-        alike: dict[tuple[object, ...], Port] = {}  # ports that carry alike are one
+        alike: dict[tuple[object, ...], Port] = {}  # ports with the same users and slowdown count as one
         for port, own in users.items():
-            if self.depth > 1 or len({self.queue_of[meeting] for meeting, _, _ in own}) > 1:  # else nobody is in the way
+            if self.depth > 1 or len({self.queue_of[meeting] for meeting, _, _ in own}) > 1:  # otherwise its users never compete
                 alike.setdefault((*own, links.slower(port, 2)), port)
         self.ports: list[list[int]] = [[] for _ in routes]
         busy: list[list[list[int]]] = [[] for _ in routes]
@@ -69,7 +71,11 @@ class Meetings:
         self.num_ports, self.slower = len(alike), together if links.in_flight else None
 
     def _alone(self, routes: Sequence[Route]) -> None:
-        """Times of each meeting alone, from its start: arrivals of its turns, the receiver's ends of the turns before, and its end."""
+        """Set ``alone``: times of each meeting by itself, in ns from its start.
+
+        These are the arrivals of its turns, the times at which the receiver is done with the turns before
+        them, and its end.
+        """
         known: dict[int, tuple[list[int], list[int], int]] = {}
         for route in routes:
             if id(route) not in known:
@@ -84,12 +90,12 @@ class Meetings:
         self.alone = [known[id(route)] for route in routes]
 
     def carry(self, ready: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Starts and ends of all meetings, each ready when the ranks of its part have joined, over idle links."""
+        """Return the starts and ends in ns of all meetings on idle links; their ranks have joined at ``ready``."""
         return _Loop(self, ready).run()
 
 
 class _Loop:
-    """Meetings under way: each has started, has turns on its ports from its arrival there on, and ends."""
+    """Runs meetings to their ends: each starts, arrives at its ports, takes its turns on them, and ends."""
 
     def __init__(self, meetings: Meetings, ready: Sequence[int]) -> None:
         self._meetings, self._ready = meetings, ready
@@ -101,16 +107,20 @@ class _Loop:
             for meeting in own:
                 self._missing[meeting] += 1
         self._next, self._flying, self._started = ([0] * queues for _ in range(3))
-        """Next meeting of each queue, the number in flight, and the start of its last."""
+        """By queue: index of its next meeting, number of meetings in flight, and start in ns of the last one
+        that started."""
         self._free, self._users = ([0] * meetings.num_ports for _ in range(2))
-        """When each port has carried what has arrived, and how many meetings in flight pass it."""
+        """By port: time in ns at which it has carried everything that has arrived, and number of meetings in
+        flight that pass it."""
         self._going = [0] * (max(meetings.region_of.values()) + 1)
+        """By region: number of meetings that have arrived and not ended."""
         self._jumped: dict[int, tuple[int, int]] = {}
-        """Meeting of each region that is alone and due at its end, and the time at which it would have started, always alone."""
+        """By region: the meeting that was carried to its end at once, and the time in ns at which it would
+        have started if it had always been alone."""
         self._events: list[tuple[int, int, int]] = []
 
     def run(self) -> tuple[list[int], list[int]]:
-        """Until nothing is in flight."""
+        """Run until nothing is in flight, and return the starts and ends of all meetings."""
         for queue in range(len(self._next)):
             self._start(queue, 0)
         events, carry = self._events, self._carry
@@ -136,7 +146,11 @@ class _Loop:
             heappush(self._events, (begins + meetings.first[meeting], _ARRIVAL, meeting))
 
     def _arrive(self, meeting: int, now: int) -> None:
-        """Who was alone in the region has come so far, and is alone no longer."""
+        """Let a meeting arrive at its ports.
+
+        If another one was carried to its end in this region, put that one back to the turn that it has
+        reached.
+        """
         region = self._meetings.region_of[meeting]
         heappush(self._events, (now, _TURN, meeting))
         self._going[region] += 1
@@ -157,7 +171,7 @@ class _Loop:
             heapify(self._events)
 
     def _carry(self, meeting: int, now: int) -> tuple[int, int, int]:
-        """A turn, or all that are left of a meeting that is alone in its region; what happens to the meeting next."""
+        """Carry a meeting's next turn, or all its other turns if it is alone in its region; return its next event."""
         meetings, number = self._meetings, self._turn[meeting]
         region, window = meetings.region_of[meeting], meetings.window[meeting]
         if self._going[region] == 1 and (not number or window is None):
@@ -198,7 +212,7 @@ class _Loop:
 
 
 def _regions(ports_of: Sequence[set[Port]]) -> list[list[int]]:
-    """The indices of sets that have ports in common, directly or not."""
+    """Return the indices of the sets, grouped so that sets with common ports are together, directly or not."""
     found: list[tuple[list[int], set[Port]]] = []
     for index, ports in enumerate(ports_of):
         near = [region for region in found if not region[1].isdisjoint(ports)]

@@ -1,12 +1,13 @@
-"""The interpreter: takes the ranks of some blocks of steps, side by side, through one program after the other.
+"""The interpreter: takes the ranks of several blocks, side by side, through one program after the other.
 
-A rank's time is ``offset`` + what ``base_ns`` of its own compute takes. As long as all ranks of a block
-have the same offset, that is one number a block, and who is last follows from the largest X alone.
+A rank's time is ``offset`` plus the time that ``base_ns`` of its own compute takes with its delay. While all
+ranks of a block have the same offset, it is one number per block, and the largest X alone decides which rank
+is last.
 
-Where compute and collectives slow each other, they still do so forwards in time only. Compute up to a bucket depends on collectives of
-buckets before it, which are known. A collective is slow until the last of its ranks has computed: that moment is assumed, the step is gone
-through, and what it gives is the next assumption, until the two are equal. While a rank computes its collectives are slow in any
-case, so that few rounds do.
+Where compute and collectives slow each other, a collective is slow until the last of its ranks has computed.
+The interpreter assumes when ranks' compute ends, runs the step, and repeats it with the ends that it found,
+until both are equal. This takes few repetitions: compute up to a bucket depends only on collectives of
+earlier buckets, and a collective is slow in any case while one of its ranks computes.
 """
 
 from collections.abc import Sequence
@@ -27,66 +28,70 @@ _NEVER = np.full((1, 1), NEVER)
 
 @dataclass(slots=True)
 class Seen:
-    """One step of every block as its ranks saw it. Times have a row a block, and a column a rank, or one where all ranks have the same."""
+    """Times of one step of every block.
+
+    Arrays have a row per block and a column per rank, or one column if all ranks have the same value. Times
+    and durations are in ns.
+    """
 
     start: Times
     read: Times
     """Duration of the step's head."""
     head_end: Times
     compute_end: Times
-    """Time at which the backward is over."""
+    """End of the backward."""
     forward: Times
-    """Duration of the forward."""
+    """Duration of the forward, without gates."""
     gated: Times
-    """Duration for which gates held compute up; a part of the stall."""
+    """Duration of waits at gates, which hold compute up; a part of the stall."""
     stall: Times
     """Duration of all waits for collectives."""
     wait: Times
-    """Part of the stall until the last rank had joined what was waited for."""
+    """Part of the stall before the last rank had joined the awaited collectives."""
     update: Times
     end: Times
     arrival: Times
-    """Time at which the rank was ready for its last collective; ``NEVER`` where it had none."""
+    """Time at which the rank joined its last collective; ``NEVER`` if it joined none."""
     spans: list[tuple[str, str, Times, Times]]
-    """Timeline of every rank: stream, name, starts and ends."""
+    """Timeline of every rank: streams, names, starts and ends of its spans."""
     flights: list[Flight]
 
     @property
     def compute(self) -> Times:
-        """Forward and backward."""
+        """Duration of the forward and the backward, without gates."""
         return self.compute_end - self.head_end - self.gated
 
     @property
     def backward(self) -> Times:
-        """The rest of its compute."""
+        """Duration of the backward, without gates."""
         return self.compute - self.forward
 
     @property
     def total(self) -> Times:
-        """All of the step."""
+        """Duration of the whole step."""
         return self.end - self.start
 
 
 @dataclass(slots=True)
 class Interpreter:
-    """Some blocks between two steps, or on the way through one."""
+    """The state of blocks that run side by side: between two steps, or within one."""
 
     layout: Layout
     carrier: Transfers
     offset: Times
     looks: bool
-    """Whether what is seen is kept; without it only starts and ends are right."""
+    """Whether durations are recorded in ``Seen``. If not, only its starts and ends are right."""
     draws: bool
-    """Whether spans are kept."""
+    """Whether spans of the timeline are recorded; this needs ``looks``."""
     contention: Fraction
-    """How many times as long compute takes beside collectives of its rank."""
+    """Factor on the time of compute while collectives of its rank are in flight."""
     opens_ns: int = 0
-    """Nanoseconds that the first collective on a communicator takes more than later ones."""
+    """Additional time in ns of the first collective on each communicator."""
     _num_ids: int = 0
-    """Operations of the step before."""
+    """Number of operations in the previous step."""
     _base_ns: int = 0
     _behind: bool = False
-    """Compute is over."""
+    """Whether ranks are outside compute: before the step's forward, or after its backward."""
     _x: Stretches = field(init=False)
     _seen: Seen = field(init=False)
     _shares: list[tuple[Share, Times, int]] = field(default_factory=list)
@@ -96,10 +101,14 @@ class Interpreter:
     _compute_end: Times = field(init=False)
     _forward_end: Times = field(init=False)
     _ready: tuple[str, Times] | None = None
-    """The last bucket's start under way, by its name, and since when; where spans are kept."""
+    """Name and start of the unfinished span that starts a bucket; ``None`` if there is none or no spans are
+    recorded."""
 
     def step(self, program: Program, x: Stretches, head_ns: Times) -> Seen:
-        """One step of every block: ``head_ns`` from its start to its forward, shape ``(num_blocks, 1)`` or of all ranks."""
+        """Run one step of every block and return its times.
+
+        ``head_ns``: time from the step's start to its forward, by block, or by block and rank.
+        """
         begun, before, until = self.offset, self.carrier, np.full((len(self.offset), self.layout.num_ranks), LATER)
         while True:
             self.offset, self.carrier = begun, before.beside(until)
@@ -127,7 +136,7 @@ class Interpreter:
         return self._seen
 
     def is_even(self) -> npt.NDArray[np.bool_]:
-        """Blocks whose ranks are all at one time, with nothing in flight; shape ``(num_blocks,)``."""
+        """Return whether each block's ranks are at one time with nothing in flight, shape ``(num_blocks,)``."""
         first = self.offset[:, 0]
         return np.asarray((self.offset == first[:, None]).all(axis=1) & (self.carrier.finished()[:, 0] <= first))
 
@@ -161,7 +170,7 @@ class Interpreter:
         return offset if base_ns == 0 else offset + self._x.of(base_ns)
 
     def _settle(self) -> None:
-        """From here on, times are offsets alone."""
+        """Add the compute so far to the offsets, and count it from 0 again."""
         self.offset, self._base_ns = self._now(), 0
 
     def _compute(self, instruction: Compute) -> None:
@@ -203,7 +212,7 @@ class Interpreter:
             self._wait(self.carrier.flights((operation.id,)))
 
     def _arrived(self) -> Times:
-        """Every rank's last arrival at a collective."""
+        """Return the time at which each rank joined its last collective; ``NEVER`` if it joined none."""
         found = _NEVER
         for group, offset, base_ns in reversed(self._arrivals):
             found = np.where((found == NEVER) & group.members, self._at(offset, base_ns), found)
@@ -216,17 +225,17 @@ class Interpreter:
             self._wait_until(*self._of_ranks(flights))
 
     def _of_ranks(self, flights: Sequence[Flight]) -> tuple[Times, Times]:
-        """When all of them have ended, and when all of their ranks had joined them."""
+        """Return for each rank when all ``flights`` have ended, and when all of their ranks had joined them."""
         _, ends, mets = zip(*map(self._on_ranks, flights), strict=True)
         return reduce(np.maximum, ends), reduce(np.maximum, mets)
 
     def _on_ranks(self, flight: Flight) -> tuple[Times, Times, Times]:
-        """Its start, its end, and when all of its ranks had joined it."""
+        """Return for each rank the collective's start, its end, and when all of its ranks had joined it."""
         to_ranks = self.layout.groups[flight.operation.group].to_ranks
         return to_ranks(flight.start), to_ranks(flight.end), to_ranks(flight.met)
 
     def _wait_until(self, end: Times, met: Times) -> None:
-        if not self._behind:  # what is computed so far stays so
+        if not self._behind:  # the compute so far stays done
             if self._base_ns:
                 end = end - self._x.of(self._base_ns)
             self.offset = np.maximum(self.offset, end)
@@ -275,7 +284,7 @@ class Interpreter:
         for share, offset, base_ns in self._shares:
             flights = self.carrier.flights(share.after)
             start, met = self._of_ranks(flights) if flights else (_NEVER, _NEVER)
-            if not any(self.layout.groups[flight.operation.group].has_all for flight in flights):  # else it was told before that end
+            if not any(self.layout.groups[flight.operation.group].has_all for flight in flights):  # else issued before they end
                 start = np.maximum(start, self._at(offset, base_ns))
             start = np.maximum(start, ended)
             ended = start + share.takes_ns

@@ -1,4 +1,4 @@
-"""Observers: what is kept of every step: when it ends, sums for a summary, the rows of a table, the spans of a timeline."""
+"""Observers: sums over all steps for a summary, the rows of a table, and the spans of a timeline."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,28 +23,29 @@ _DURATIONS = ("read", "forward", "backward", "stall", "wait", "update")
 
 
 class Observer(Protocol):
-    """Keeps something of every step."""
+    """Keeps data of every step."""
 
     def see(self, seen: Seen, steps: Times, begins: Times) -> None:
-        """One step of some blocks: the indices of the steps, and what is to be added to all times, shape ``(num_blocks, 1)``.
+        """Record one step of several blocks.
 
-        ``seen`` may hold more blocks, which are to be left out.
+        ``steps`` are the indices of the steps. ``begins``, shape ``(num_blocks, 1)``, is added to all times
+        in ``seen``. Further blocks in ``seen`` are ignored.
         """
         ...
 
 
 class Sums:
-    """Sums over ranks and counted steps, and the counted steps' times."""
+    """Sums durations over ranks and counted steps, and keeps the counted steps' times."""
 
     def __init__(self, script: Script, bytes_sent: list[Fraction], first_counted: int, num_ranks: int) -> None:
-        """``bytes_sent``: of each program, in the mean over ranks."""
+        """``bytes_sent``: bytes that a rank sends in each program, as a mean over ranks."""
         self._script = script
         self._bytes_sent = bytes_sent
         self._first_counted = first_counted
         self._num_ranks = float(num_ranks)
         self._sums = dict.fromkeys(("compute", "wait", "stall", "update", "total"), 0.0)
         self._times: list[tuple[Times, float]] = []
-        """Values, and how many equal ones each of them stands for."""
+        """Times of steps in ns, and the number of equal times that each of them stands for."""
 
     def see(self, seen: Seen, steps: Times, begins: Times) -> None:  # noqa: ARG002  # durations do not depend on when a block begins
         """See ``Observer``."""
@@ -56,7 +57,7 @@ class Sums:
             own = values[first:count] if len(values) > 1 else values  # one row for all steps, or one column for all ranks
             alike = (count - first) / len(own) * self._num_ranks / own.shape[1]
             self._sums[name] += float(own.sum(dtype=np.float64)) * alike  # which may not fit 64 bits
-        self._times.append((own.ravel(), self._num_ranks / own.shape[1]))  # the last: of whole steps
+        self._times.append((own.ravel(), self._num_ranks / own.shape[1]))  # of ``total``, the last name
 
     def _quantiles(self) -> list[float]:
         shares = [percent / 100 for percent in PERCENTS]
@@ -66,14 +67,14 @@ class Sums:
         return quantiles(values, np.concatenate([np.broadcast_to(weight, times.shape) for times, weight in self._times]), shares)
 
     def totals(self, first_start_ns: int, last_end_ns: int) -> dict[str, Any]:
-        """The summary's figures."""
+        """Return the summary's figures."""
         counted = range(self._first_counted, len(self._script.sequence))
         programs = Counter(self._script.sequence[self._first_counted :])
         rank_steps = self._num_ranks * len(counted)
         second = 1e9
         rest = {"exposed_comm": self._sums["stall"] - self._sums["wait"]}
         rest["other"] = self._sums["total"] - self._sums["compute"] - self._sums["stall"] - self._sums["update"]
-        mean = {name: total / rank_steps / second for name, total in (self._sums | rest).items()}  # of whole ns: no rest of roundings
+        mean = {name: total / rank_steps / second for name, total in (self._sums | rest).items()}  # sums of whole ns: no rounding errors
         quantiles_s = {f"p{percent}": value / second for percent, value in zip(PERCENTS, self._quantiles(), strict=True)}
         return {
             "wall_s": (last_end_ns - first_start_ns) / second,
@@ -86,7 +87,10 @@ class Sums:
 
 
 def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[float]:
-    """Quantiles of values of which each stands for so many equal ones: between two neighbours in proportion, as numpy's."""
+    """Return quantiles of ``values``, each of which counts ``weights`` times.
+
+    Between two neighbours they are interpolated linearly, as by numpy.
+    """
     order = np.argsort(values)
     ends = np.cumsum(weights[order])
     positions = np.asarray(shares) * (ends[-1] - 1)
@@ -95,7 +99,7 @@ def quantiles(values: Times, weights: Floats, shares: Sequence[float]) -> list[f
 
 
 class TimelineSpans:
-    """Draws every rank's spans, those of its own that take time and all collectives'; see ``sim.reference``."""
+    """Keeps each rank's own spans that take time, and the spans of all collectives; see ``sim.reference``."""
 
     def __init__(self, layout: Layout, script: Script) -> None:
         self.spans: list[Span] = []
@@ -113,14 +117,14 @@ class TimelineSpans:
             self._draw(*stream_and_name(flight.operation, several=self._several), start, end, group.members)
 
     def _draw(self, stream: str, name: str, start: Times, end: Times, shown: npt.NDArray[np.bool_]) -> None:
-        """A span of every step and rank that are ``shown``."""
+        """Add a span for every block and rank that is ``shown``."""
         begun, taken, drawn = np.broadcast_arrays(start, end - start, shown, np.empty((1, self._layout.num_ranks)))[:3]
         for block, rank in zip(*(indices.tolist() for indices in np.nonzero(drawn)), strict=True):
             self.spans.append(Span(rank, stream, name, int(begun[block, rank]), int(taken[block, rank])))
 
 
 class StepTable:
-    """Keeps what every rank saw of every step."""
+    """Keeps the times of every rank and step."""
 
     def __init__(self, num_ranks: int, steps: range) -> None:
         self._steps = steps
@@ -134,7 +138,10 @@ class StepTable:
             self._kept[name][steps] = getattr(seen, name)[: len(steps)] + begins
 
     def frame(self, local_steps: Sequence[int | None], losses: Sequence[float | None], bytes_sent: Times) -> pd.DataFrame:
-        """One row a rank and step; ``bytes_sent`` has shape ``(num_steps, num_ranks)``, the others one entry a step."""
+        """Return one row per rank and step.
+
+        ``bytes_sent`` has shape ``(num_steps, num_ranks)``; the other arguments have one entry per step.
+        """
         num_steps, ranks = self._kept["start"].shape
         flat = {f"{name}_ns": values.T.ravel() for name, values in self._kept.items()}
         in_step = np.tile(np.arange(num_steps), ranks)

@@ -1,8 +1,9 @@
-"""Program: what one step does, spelled out, the same for every rank; and the script: which program every step of a run has.
+"""Program: the instructions of one step, the same for every rank. Script: the program of each step of a run.
 
-A rank that is in no part of a collective's group leaves that instruction out. Trainers decide alike, so one state stands for all.
-Most steps come at a stroke (``CollectiveTraining.whole_step``). The last one of an epoch or of training, and those in which a scalar
-is observed, are told event by event.
+A rank that is in no part of a collective's group skips that instruction. All trainers decide alike, so one
+state of the strategy stands for all of them. ``CollectiveTraining.whole_step`` gives the operations of most
+steps at once. The last step of an epoch or of training, and steps in which a scalar is observed, are built
+event by event.
 """
 
 import itertools
@@ -21,55 +22,59 @@ from sim.own_work import OwnWork, holds_rank, moments_of
 from sim.scenario import Scenario
 
 Told = Sequence[tuple[Event, Operations]]
-"""Events of one step, and the strategy's answers, whose ids count from the step's first."""
+"""Events of one step, each with the operations that the strategy returned. Ids count from the step's first
+operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Wait until the forward may start."""
+    """Wait for the step's head, until the forward may start; see ``fleetbench.plan.layers.StepHead``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute until so much of the step's is done, at X = 0."""
+    """Compute until the step's forward and backward have progressed to ``base_ns``, a time at X = 0."""
 
     name: str
-    """``forward``, ``backward``, ``block`` where one begins, or the name of what a ready bucket starts."""
+    """Point that compute reaches: end of the ``forward`` or ``backward``, beginning of a ``block``, or a ready
+    bucket, by its ``start_name``."""
     base_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Work for ``takes_ns``, then join a collective; ids count from the step's first operation."""
+    """Work for ``takes_ns``, then join a collective. Ids count from the step's first operation."""
 
     operation: Operation
     takes_ns: int
     holds: bool
-    """Wait for its end at once."""
+    """Whether the rank waits at once for the collective's end."""
     is_first: bool = False
-    """It is the first collective on its communicator."""
+    """Whether it is the first collective of its group on its communicator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for operations to end, or for all if ``after`` is none."""
+    """Wait until the operations ``after`` have ended."""
 
     after: tuple[int, ...] | None
+    """Ids of the operations; ``None``: all collectives in flight."""
     gates: bool = False
-    """The wait holds compute up."""
+    """Whether the wait is a gate, which holds compute up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Be busy."""
+    """Be busy for ``takes_ns``."""
 
     name: str | None
+    """Name of the span in the timeline; ``None``: it is not shown."""
     takes_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Start a bucket's update, which runs beside compute."""
+    """Start a bucket's update, which runs in parallel with compute once the operations ``after`` have ended."""
 
     takes_ns: int
     after: tuple[int, ...]
@@ -77,7 +82,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Wait for the updates beside compute."""
+    """Wait until the updates that ``Share`` has started have ended."""
 
 
 Instruction = Head | Compute | Join | Wait | Work | Share | Finish
@@ -85,39 +90,40 @@ Instruction = Head | Compute | Join | Wait | Work | Share | Finish
 
 @dataclass(frozen=True)
 class Program:
-    """A step's instructions in order."""
+    """The instructions of one step, in order."""
 
     instructions: tuple[Instruction, ...]
     num_ids: int
-    """Number of the step's operations; ids of the next step begin there."""
+    """Number of the step's operations; the ids of the next step begin there."""
     lands: bool
-    """Whether all that earlier steps left in flight has ended before a collective is joined."""
+    """Whether every collective that earlier steps left in flight has ended before this step joins one."""
 
     @cached_property
     def joins(self) -> tuple[Join, ...]:
-        """Its collectives."""
+        """The instructions that join a collective, in order."""
         return tuple(instruction for instruction in self.instructions if isinstance(instruction, Join))
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The programs of a run, and which of them each step runs."""
+    """The programs of a run, and the program that each step runs."""
 
     programs: tuple[Program, ...]
     sequence: tuple[int, ...]
-    """Index into ``programs`` for every step."""
+    """Index into ``programs`` of each step's program."""
     local_steps: tuple[int | None, ...]
-    """Length of the round that each step closed, in steps; none for a step that closed none."""
+    """Number of updates in the round that each step closed; ``None`` for a step that closed none."""
     blocks: tuple[tuple[tuple[int, ...], int], ...]
-    """Steps in order: the programs of a block, and how many blocks in a row have these.
-
-    Trainers can begin a block together, because they have met in the step before. One whose rounds are of fragments ends with that
-    of the last.
-    """
+    """The run's steps in order, cut into blocks: the indices of a block's programs, and the number of
+    consecutive blocks with these programs. Trainers can begin a block together, because they met in the step
+    before it. If fragments have rounds of their own, a block ends with the last fragment's round."""
 
 
 def script_of(scenario: Scenario) -> Script:
-    """The script of a scenario's whole run. Raises ``ConfigError`` for a scalar without a declaration."""
+    """Return the script of a scenario's whole run.
+
+    Raises ``ConfigError`` for a scalar without a declaration.
+    """
     return _Writer(scenario).write()
 
 
@@ -126,7 +132,7 @@ def _communicator_of(join: Join) -> tuple[int, str]:
 
 
 class _Writer:
-    """Runs the strategy once through all steps, and spells each kind of step out as the reference engine's trainers execute it."""
+    """Runs the strategy once through all steps, and writes each kind of step as the reference engine executes it."""
 
     def __init__(self, scenario: Scenario) -> None:
         plan, table = scenario.plan, scenario.table
@@ -135,7 +141,7 @@ class _Writer:
         self._programs: dict[Program, int] = {}
         self._of_step: dict[StepOperations, int] = {}
         self._opened: set[tuple[int, str]] = set()
-        """Communicators and groups that have carried a collective."""
+        """Communicator and group of every collective so far."""
         self._meets = {name for name, parts in plan.groups if any(len(part) > 1 for part in parts)}
         self._moments_ns = dict(moments_of(plan, table))
         self._own = OwnWork(scenario)
@@ -143,7 +149,7 @@ class _Writer:
         self._compute_ns = table.forward_ns + table.backward_ns
 
     def write(self) -> Script:
-        """Step by step to the last."""
+        """Run the strategy through all steps and return the script."""
         sequence, local_steps, is_open = list[int](), list[int | None](), list[bool]()
         for step in self._scenario.steps:
             before = self._decider.state
@@ -159,7 +165,7 @@ class _Writer:
         return Script(found, tuple(sequence), tuple(local_steps), tuple(blocks))
 
     def _opening(self, number: int) -> int:
-        """The program, or one in which those of its collectives are marked that are the first on their communicators."""
+        """Return ``number``, or that of a copy whose first collectives on their communicators have ``is_first``."""
         program = next(itertools.islice(self._programs, number, None))
         if not self._scenario.first_exchange_ns or all(_communicator_of(join) in self._opened for join in program.joins):
             return number
@@ -171,7 +177,7 @@ class _Writer:
         return self._number(replace(program, instructions=tuple(lines)))
 
     def _is_quiet(self, step: int) -> bool:
-        """Whether nothing is told after a step but its own events, and no learning rate that is new."""
+        """Whether a step has only its own events: no end of an epoch or of training, and no new learning rate."""
         scenario, rounds = self._scenario, self._decider.state.rounds
         if step == scenario.steps[-1] or ends_epoch(step, scenario.steps_per_epoch):
             return False
@@ -180,7 +186,7 @@ class _Writer:
         return not scenario.strategy.combination.lr_counts_updates and scenario.scalars.scalar("lr", 0, step) == rounds.lr
 
     def _whole(self, step: int) -> int:
-        """The program of a step at a stroke; where a scalar is observed in it, event by event."""
+        """Return the number of a step's program, from ``whole_step`` unless the step observes a scalar."""
         state, whole = self._scenario.strategy.whole_step(self._decider.state)
         if whole is None:
             return self._told(step)
@@ -191,7 +197,7 @@ class _Writer:
         return self._of_step[whole]
 
     def _told(self, step: int) -> int:
-        """The program of a step, event by event."""
+        """Return the number of a step's program, built event by event."""
         before, scenario = self._decider.state, self._scenario
         events = events_of(scenario.plan, step, scenario.steps_per_epoch, scenario.steps[-1])
         found = [decided for event in events for decided in answers(self._decider, event, self._scalar)]
@@ -209,7 +215,10 @@ class _Writer:
         return self._programs.setdefault(program, len(self._programs))
 
     def _program(self, told: Told, num_ids: int) -> Program:
-        """The program of a step of so many operations. ``Observed`` follows what it was observed for."""
+        """Return the program of a step with ``num_ids`` operations.
+
+        In ``told``, an ``Observed`` event follows the event that caused it.
+        """
         self._own.begin_step()
         found: list[Instruction] = []
         tracked, in_forward = False, True

@@ -1,4 +1,4 @@
-"""Shared links: collectives of trainers that are in flight together and have ports in common; see ``event_loop``."""
+"""Shared links: carries collectives that share ports while in flight together; see ``event_loop``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sim.network.links import Port
 
 
 class SharedTransfers(Transfers):
-    """Carries collectives when somebody waits for one of them, with all that they depend on or share ports with."""
+    """Carries a collective when a rank waits for it, with all that it depends on or shares ports with."""
 
     def __init__(
         self,
@@ -25,16 +25,17 @@ class SharedTransfers(Transfers):
         wires: Callable[[tuple[Operation, ...]], Wires],
         together: Callable[[tuple[Operation, ...], tuple[int, ...]], frozenset[int]],
     ) -> None:
-        """``wires`` and ``together`` are ``Wires`` and the function of this module, which remember what they gave."""
+        """``wires`` and ``together`` are cached versions of this module's ``Wires`` and ``together``."""
         super().__init__(layout, num_blocks)
         self._wires, self._together = wires, together
         self._waiting: list[tuple[Operation, Times]] = []
         self._carried: list[tuple[Wires, Times, Times]] = []
-        """Earlier meetings, when each ends, and the latest end in each block: it may be later than the next starts elsewhere."""
+        """Meetings carried earlier, each meeting's end, and the latest end in each block. Meetings carried
+        later may start before it."""
 
     def begin(self, start: Times, num_ids: int) -> None:
         """See ``Transfers``."""
-        self._carry()  # what goes on into this step has nothing beside it
+        self._carry()  # collectives of this step do not share ports with those still in flight: ``meets`` checks it
         earliest = start.min(axis=1)
         self._carried = [before for before in self._carried if (before[-1] > earliest).any()]
         super().begin(start, num_ids)
@@ -55,7 +56,7 @@ class SharedTransfers(Transfers):
         return super().finished()
 
     def _carry(self, after: tuple[int, ...] | None = None) -> None:
-        """Those that end with the operations ``after``; none named: all."""
+        """Carry the collectives that decide when the operations ``after`` end; ``None``: carry all."""
         if after is None:
             chosen, self._waiting = self._waiting, []
         else:
@@ -79,14 +80,20 @@ class SharedTransfers(Transfers):
             self._queues[key] = flight.start, [np.maximum.reduce([flight.end, *self._queues.get(key, (None, []))[1]])]
 
     def _queued(self, operation: Operation, ready: Times) -> Times:
-        """When a collective may start, as far as that is known: of several that may be in flight, ``meets`` compares the times."""
+        """Return when a collective may start, as far as is known.
+
+        If a communicator carries several at once, ``meets`` compares the times later.
+        """
         _, ends = self._queues.get((operation.communicator, operation.group), (None, []))
         ready = self._after(operation, ready)
         return np.maximum(ready, ends[0]) if ends and self._layout.queue_depth == 1 else ready
 
 
 def together(layout: Layout, waiting: tuple[Operation, ...], after: tuple[int, ...]) -> frozenset[int]:
-    """Ids of those waiting that decide when the operations ``after`` end: they come before one of them, or share a port with it."""
+    """Return the ids of ``waiting`` operations that decide when the operations ``after`` end.
+
+    They come before one of them or share a port with one, directly or through others.
+    """
     by_id = {operation.id: operation for operation in waiting}
     found, size = by_id.keys() & set(after), -1
     while len(found) > size:
@@ -98,16 +105,17 @@ def together(layout: Layout, waiting: tuple[Operation, ...], after: tuple[int, .
 
 
 class Wires:
-    """The meetings of operations that are joined together, and the loop that carries them.
+    """The meetings of operations that are carried together, and the event loop that carries them.
 
-    Raises ``Unsupported`` for a meeting that takes no nanosecond: which of several begins first within a nanosecond would matter.
+    Raises ``Unsupported`` for a meeting that takes 0 ns, because the order of starts within a nanosecond
+    would then matter.
     """
 
     def __init__(self, layout: Layout, operations: Sequence[Operation]) -> None:
         parts = [layout.groups[operation.group].parts for operation in operations]
         ends = list(accumulate(map(len, parts)))
         self.places = [slice(end - len(own), end) for end, own in zip(ends, parts, strict=True)]
-        """The meetings of each operation."""
+        """Numbers of each operation's meetings, one slice per operation."""
         routes = [route for operation in operations for route in layout.ways(operation)]
         if not all(map(alone_ns, routes)):
             raise Unsupported(SHARED)
@@ -122,7 +130,7 @@ class Wires:
         self._of_kind = [(ports, np.flatnonzero(kinds == kind)) for kind, ports in ports_of.items()]
 
     def _followers(self, layout: Layout, operations: Sequence[Operation], num: int) -> list[list[int]]:
-        """Which meetings come after each: those of operations after its own that a rank of its part is in."""
+        """Return the meetings that come after each: of later operations, in parts that share a rank with its part."""
         place = {operation.id: index for index, operation in enumerate(operations)}
         found: list[list[int]] = [[] for _ in range(num)]
         for operation, own in zip(operations, self.places, strict=True):
@@ -134,7 +142,7 @@ class Wires:
         return found
 
     def meets(self, later: Wires, ends: Times, starts: Times) -> bool:
-        """Whether a meeting of ``later`` starts before one of these has ended that has a port in common with it."""
+        """Whether a meeting of ``later`` starts before one of these that shares a port with it has ended."""
         return any(
             not ports.isdisjoint(others) and bool((ends[own].max(axis=0) > starts[theirs].min(axis=0)).any())
             for ports, own in self._of_kind
@@ -142,9 +150,10 @@ class Wires:
         )
 
     def carry(self, ready: Times) -> tuple[Times, Times]:
-        """Starts and ends of all meetings, which set out on idle links, each when the ranks of its part have joined at ``ready``.
+        """Return the starts and ends of all meetings on idle links, shapes ``(num_meetings, num_blocks)``.
 
-        Shapes ``(num_meetings, num_blocks)``. Blocks in which all are ready alike go alike.
+        ``ready``, of the same shape, has the times at which the ranks of each meeting have joined. Blocks
+        whose times differ only by a constant are carried once.
         """
         first = ready.min(axis=0)
         if ready.shape[1] == 1:

@@ -1,7 +1,11 @@
-"""Supported: which scenarios the array engine runs, and why it leaves another to the reference.
+"""Supported: which scenarios the array engine runs, and why it leaves others to the reference engine.
 
-No two collectives may be in flight together that share a port, unless they are the parts of one that start and end together. Collectives
-that compute slows have ended before compute of the next step.
+The reference engine runs a scenario in these cases:
+
+- Times may leave 64 bits.
+- Compute slows collectives that depend on more than one step or on gates.
+- Collectives in flight together share a link while they and compute slow each other, or in an order that
+  ``shared_links`` cannot determine.
 """
 
 import math
@@ -21,18 +25,22 @@ SHARED = "collectives in flight together share a link"
 
 
 class Unsupported(Exception):  # noqa: N818  # it is an answer: another engine runs it
-    """The vector engine does not run this scenario; the text says why."""
+    """The vector engine does not run this scenario; the text is the reason."""
 
 
 def overlaps(scenario: Scenario, programs: Iterable[Program]) -> bool:
-    """Whether compute and collectives are under way together that slow each other."""
+    """Whether compute and collectives that slow each other may run at the same time."""
     slows = scenario.table.contention or scenario.table.collective_contention
     sequential = scenario.strategy.combination.is_sequential
     return bool(slows) and not sequential and any(_joins_in_compute(program) or leaves_in_flight(program) for program in programs)
 
 
 def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
-    """Raise ``Unsupported`` where collectives that compute slows depend on more than one step, or their parts share ports and end apart."""
+    """Raise ``Unsupported`` if the array engine cannot carry collectives that compute slows.
+
+    It cannot if they start before the step's compute, may outlast the step, meet gates, or have parts that
+    share ports.
+    """
     for program in programs:
         before_compute = takewhile(lambda line: not isinstance(line, Head), program.instructions)
         is_gated = any(isinstance(line, Wait) and line.gates for line in program.instructions)  # a rank at a gate slows nothing
@@ -43,7 +51,7 @@ def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
 
 
 def shares(layout: Layout, programs: Sequence[Program]) -> bool:
-    """Whether two collectives that share a port may be in flight together, so that their durations are not fixed."""
+    """Whether two collectives that share a port may be in flight together, so that their times are not fixed."""
     for program in programs:
         joins = program.joins
         if any(not _is_behind(layout, first, second.operation, joins) for first, second in _on_common_ports(layout, joins)):
@@ -68,9 +76,11 @@ def shares(layout: Layout, programs: Sequence[Program]) -> bool:
 
 
 def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -> bool:
-    """Whether all parts of a collective start at once: when another has ended in which each has met all others.
+    """Whether all parts of a collective start at once.
 
-    That one must end later than anybody joins this one, and those before it in its own group, whose parts may end apart, have ended then.
+    They do when it comes after one other collective, in which each part has met all others and which ends
+    after the last rank has joined this one. Earlier collectives of this one's group, whose parts may end at
+    different times, must have ended by then.
     """
     group, busy_ns = join.operation.group, join.takes_ns
     joined = {line.operation.id: line.operation for line in lines[: lines.index(join)] if isinstance(line, Join)}
@@ -90,7 +100,7 @@ def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -
 
 
 def most_ns(layout: Layout, programs: Iterable[Program]) -> int:
-    """Upper bound of a step's time besides compute and its head: its own work, and all collectives one after the other."""
+    """Return an upper bound in ns of a step without compute and head: own work, then one collective at a time."""
     links = layout.routes.links
     slower = [Fraction(1)]
     if links.measured is not None:
@@ -110,7 +120,10 @@ def _joins_in_compute(program: Program) -> bool:
 
 
 def leaves_in_flight(program: Program) -> bool:
-    """Whether a collective may go on into the next step: one that neither a wait nor what it waits for comes after."""
+    """Whether a collective may continue into the next step.
+
+    It may if the step waits neither for it nor for a collective that comes after it.
+    """
     waited: set[int] = set()
     joined: dict[int, Operation] = {}
     for line in program.instructions:
@@ -123,16 +136,16 @@ def leaves_in_flight(program: Program) -> bool:
 
 
 def with_those_before(operations: Iterable[int], joined: dict[int, Operation]) -> set[int]:
-    """Operations, and all that they come after."""
+    """Return the operations, and all in ``joined`` that they come after, directly or not."""
     found = set(operations)
-    for operation in reversed(joined.values()):  # none comes after a later one
+    for operation in reversed(joined.values()):  # an operation only comes after earlier ones
         if operation.id in found:
             found.update(operation.after)
     return found
 
 
 def _on_common_ports(layout: Layout, joins: Sequence[Join]) -> Iterator[tuple[Join, Join]]:
-    """Each collective after the last one of every group before it, where the two have a port in common."""
+    """Yield each collective with the last one of every group before it, if the two share a port."""
     last: dict[str, tuple[Join, frozenset[Port]]] = {}
     for join in joins:
         own = layout.ports(join.operation)
@@ -143,7 +156,7 @@ def _on_common_ports(layout: Layout, joins: Sequence[Join]) -> Iterator[tuple[Jo
 
 
 def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:
-    """Whether every part of ``second`` starts after the ends of all parts of ``first`` that it could share a port with."""
+    """Whether every part of ``second`` starts after all parts of ``first`` that may share a port with it have ended."""
     before = first.operation
     if before.group != second.group and not layout.is_full(before.group, second.group):
         return False
@@ -153,7 +166,7 @@ def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[J
 
 
 def _meets_itself(layout: Layout, operations: Iterable[Operation]) -> bool:
-    """Whether two parts of a group share a port in these operations."""
+    """Whether two parts of the operations' group share a port, in any of these operations."""
     if len(layout.groups[next(iter(operations)).group].parts) == 1:
         return False
     ports: list[set[Port]] = [set() for _ in layout.groups[next(iter(operations)).group].parts]

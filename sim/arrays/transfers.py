@@ -1,8 +1,8 @@
-"""Transfers: collectives that share no port with another, each after what it waits for.
+"""Transfers: starts and ends of collectives that share no port with others in flight.
 
-One starts when all ranks of its part have joined, when what they have in flight before it has ended,
-and when its communicator has started those before it and carries fewer than it can. It may go slower
-while one of its ranks computes.
+A collective starts when all ranks of its part have joined it, when the collectives that it comes after have
+ended, and when its communicator has started all earlier ones and has a free place in its queue. It may be
+slower while one of its ranks computes.
 """
 
 from __future__ import annotations
@@ -19,41 +19,46 @@ from sim.arrays.layout import LATER, Layout, Times, alone_ns
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One collective of every part of a group: when it starts and ends there."""
+    """Start and end of one collective in every part of its group."""
 
     operation: Operation
     start: Times
     end: Times
     met: Times
-    """When the last rank has joined it, and what it comes after."""
+    """Time at which the last rank had joined it and the collectives that it comes after."""
 
 
 class Transfers:
-    """Carries collectives of some blocks that all ranks of a part have joined; see the module."""
+    """Carries the collectives of several blocks, once all ranks of a part have joined; see the module."""
 
     def __init__(self, layout: Layout, num_blocks: int, pace: Fraction = Fraction(1)) -> None:
-        """``pace``: how fast a collective goes while one of its ranks computes, as a share of how fast it goes otherwise."""
+        """``pace``: a collective's speed while one of its ranks computes, as a share of its full speed."""
         self._layout = layout
         self._pace = pace
         self._compute_end: Times | None = None
         self._num_blocks = num_blocks
         self._met: dict[int, tuple[str, Times]] = {}
-        """Group of each collective of the step, and the time at which all ranks of its parts, and what it comes after, were there."""
+        """By id of the step's collectives: the group, and for each part the time at which the last rank had
+        joined it and those that it comes after."""
         self._step: dict[int, Flight] = {}
         self._before: dict[int, Flight] = {}
-        """Collectives of earlier steps; their ids lie below 0."""
+        """Collectives of earlier steps, by id; these ids are below 0."""
         self._queues: dict[tuple[int, str], tuple[Times, list[Times]]] = {}
-        """The last start, and the latest ends in ascending order, as many as may be in flight, by communicator and group."""
+        """By communicator and group: the last start, and the latest ends in ascending order, at most as many
+        as may be in flight."""
 
     def begin(self, start: Times, num_ids: int) -> None:
-        """A step begins, after one of ``num_ids`` operations; ranks start it at ``start``. Ids count from the step's first operation."""
+        """Begin a step after one with ``num_ids`` operations.
+
+        Ranks start it at ``start``. Ids count from the step's first operation.
+        """
         earliest = start.min(axis=1, keepdims=True)
         earlier = {other - num_ids: flight for other, flight in (self._before | self._step).items()}
         self._before = {other: flight for other, flight in earlier.items() if (flight.end > earliest).any()}
         self._step, self._met = {}, {}
 
     def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
-        """The last rank of each part joins at ``ready``; connections are then opened for so long."""
+        """Let each part's last rank join at ``ready``; opening connections then takes ``opens_ns``."""
         met, ready = self._meet(operation, ready), self._after(operation, ready + opens_ns)
         depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
         started, ends = self._queues.get(key, (None, []))
@@ -67,7 +72,7 @@ class Transfers:
         self._step[operation.id] = Flight(operation, start, end, met)
 
     def _meet(self, operation: Operation, ready: Times) -> Times:
-        """When the ranks of each part have joined it and what it comes after."""
+        """Return when the last rank of each part had joined ``operation`` and those that it comes after."""
         met = np.broadcast_to(ready, (len(ready), len(self._layout.groups[operation.group].parts)))
         for other in operation.after:
             if other in self._met:
@@ -76,29 +81,29 @@ class Transfers:
         return met
 
     def _after(self, operation: Operation, ready: Times) -> Times:
-        """The latest of ``ready`` and the ends, as far as they are known, of what it comes after."""
+        """Return the latest of ``ready`` and the known ends of the collectives that ``operation`` comes after."""
         for other in operation.after:
             if other in self._step:
                 ready = np.maximum(ready, self._seen(self._step[other].operation.group, self._step[other].end, operation.group))
         return ready
 
     def _seen(self, of: str, times: Times, group: str) -> Times:
-        """The latest in each part of a group, of times of the parts of another."""
+        """Return for each part of ``group`` the latest of ``times`` in parts of group ``of`` that share a rank."""
         groups = self._layout.groups
         return times if of == group else groups[group].latest_of(groups[of], times)
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
-        """Those of ``after`` that were joined, as far as they may still be in flight; none named: all of these."""
+        """Return the collectives ``after`` that may still be in flight; ``None``: all of them."""
         joined = self._before | self._step
         return list(joined.values()) if after is None else [joined[other] for other in after if other in joined]
 
     def finished(self) -> Times:
-        """When nothing is in flight any more, in each block; shape ``(num_blocks, 1)``."""
+        """Return the time in ns at which nothing is in flight any more, shape ``(num_blocks, 1)``."""
         ends = [ends[-1].max(axis=1, keepdims=True) for _, ends in self._queues.values()]
         return np.maximum.reduce(ends) if ends else np.zeros((self._num_blocks, 1), dtype=np.int64)
 
     def beside(self, compute_end: Times) -> Transfers:
-        """A copy whose ranks compute until ``compute_end``; itself where that changes nothing."""
+        """Return a copy whose ranks compute until ``compute_end``, or this object if compute slows no collective."""
         if self._pace == 1:
             return self
         taken = Transfers(self._layout, self._num_blocks, self._pace)
@@ -114,7 +119,10 @@ class Transfers:
 
 
 def _paced(start: Times, alone: list[int], until: Times, pace: Fraction) -> Times:
-    """When work ends in each part, at ``pace`` until its ranks have computed, then at full pace, rounded once."""
+    """Return when work of ``alone`` ns ends in each part: at ``pace`` until ``until``, then at full speed.
+
+    The end is rounded once.
+    """
     slow, unit = pace.numerator, pace.denominator
     exact: Any = np.int64 if 4 * max(alone) * unit + 4 * unit < LATER else object
     work = np.asarray([alone], dtype=exact) * unit

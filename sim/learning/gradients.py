@@ -1,12 +1,12 @@
-"""Gradients of all trainers' batches, in the way that is fastest for the model at hand.
+"""Gradients of all trainers' batches, computed by the method that is faster for a model.
 
 - ``loop``: one trainer after the other, by autograd.
 - ``graph``: ``vmap`` over all trainers, traced once into a graph of plain operations over stacked tensors,
   gradients included.
 
 Both give the same numbers up to the order of sums. Which one is faster depends on the model's width and on
-the number of trainers; with wide layers they are alike. Tracing takes seconds, so that short trainings stay
-in a loop.
+the number of trainers; with wide layers they are equally fast. Tracing takes seconds, so short training runs
+use the loop.
 """
 
 import time
@@ -29,53 +29,52 @@ from sim.learning.prepared import Look, never
 Tensors = list[torch.Tensor]
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WORTH_TRACING_S, TRACING_S = 3.0, 0.1
-"""Seconds of tracing: to import the tracer, and per parameter."""
+"""Seconds that it takes to import the tracer, and to trace per parameter."""
 CACHE_NBYTES = 8 * 2**20
-"""Largest memory of trainers that compute together: the fastest of 0.5, 2, 8 and 24 MiB on a core with 2 MiB
-of cache."""
+"""Largest memory in bytes of trainers that compute together: the fastest of 0.5, 2, 8 and 24 MiB on a core
+with 2 MiB of cache."""
 _METHODS = frozenset({"view", "transpose", "t", "expand", "unsqueeze", "bmm", "mm", "add", "mul", "div", "sum", "mean", "relu"})
-"""Operations that a graph calls as tensor methods, which take half of the time of ``torch.ops``."""
+"""Operations that a graph calls as tensor methods, which take half the time of ``torch.ops``."""
 FEW_CLASSES = 32
-"""Number of classes up to which looping over rows is slow."""
+"""Largest number of classes for which log-softmax is slow over rows, and runs over columns."""
 
 
 class Computed(NamedTuple):
-    """Results of a step."""
+    """Gradients, losses and buffers of one step."""
 
     gradients: Tensors
-    """Gradients of each parameter: one per trainer, or their mean, ``(1, ...)``; multiplied by the loss
-    scale."""
+    """Gradient of each parameter: one per trainer, ``(trainers, ...)``, or their mean, ``(1, ...)``;
+    multiplied by the loss scale."""
     losses: torch.Tensor
-    """Losses ``(trainers,)``, without the scale."""
+    """Losses ``(trainers,)``, without the loss scale."""
     buffers: Tensors
     """Buffers after the step, ``(trainers, ...)``."""
 
 
 Arguments = tuple[Tensors, Tensors, torch.Tensor, torch.Tensor, torch.Tensor]
 Way = Callable[..., Computed]
-"""Function of ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers, ...)``, the loss scale,
-inputs and labels, each ``(trainers, batch, ...)``."""
+"""Function that computes a step from ``Arguments``: parameters ``(members, ...)``, buffers ``(trainers,
+...)``, the loss scale, inputs and labels, each ``(trainers, batch, ...)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The computation: a model's loss, by trainer."""
+    """Computation of a step: the loss of a model for each trainer's batch, and its gradients."""
 
     model: nn.Module
     compare: Loss
     trainers: int
     shares: bool
-    """Whether all trainers have the same parameters, so that there is one member; otherwise one per
-    trainer."""
+    """Whether all trainers share one copy of the parameters, the only member; otherwise each trainer is a member."""
     averages: bool
-    """Whether only the mean of the trainers' gradients is wanted, for trainers that share parameters."""
+    """Whether only the mean of the trainers' gradients is needed, for trainers that share parameters."""
     amp: AmpConfigs | None = None
-    """Settings of autocast in the forward; none without it."""
+    """Settings of autocast in the forward; ``None`` without autocast."""
     look: Look = never
     """Function called before each trainer of a loop, and before each part of a graph."""
 
     def forward(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], inputs: torch.Tensor) -> tuple[Any, Tensors]:
-        """Return one trainer's output of the model, in full precision, and the buffers after the forward."""
+        """Run the forward of one trainer. Return the output in full precision, and the buffers after it."""
         own = [buffer.clone() for buffer in buffers]
         dtype = None if self.amp is None else _HALF[self.amp.dtype]
         try:
@@ -88,21 +87,21 @@ class Problem:
 
     @cached_property
     def _tensors(self) -> Tensors:
-        """Return the model's own parameters and buffers."""
+        """The model's own parameters and buffers."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     @cached_property
     def _places(self) -> list[list[tuple[dict[str, Any], str]]]:
-        """Return where modules hold each of them; tied ones are held in several places."""
+        """For each of ``_tensors``, the dictionaries and names under which modules hold it; several for a tied one."""
         found: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in self.model.modules():
-            for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call finds them again at each call: half of a small step
+            for held in (module._parameters, module._buffers):  # noqa: SLF001  # functional_call searches each time: half of a small step
                 for name, tensor in held.items():
                     found.setdefault(id(tensor), []).append((held, name))
         return [found[id(tensor)] for tensor in self._tensors]
 
     def _hold(self, tensors: Tensors) -> None:
-        """Let the model compute with these tensors."""
+        """Put ``tensors`` in the place of ``_tensors``, so that the model computes with them."""
         for places, tensor in zip(self._places, tensors, strict=True):
             for held, name in places:
                 held[name] = tensor
@@ -111,7 +110,7 @@ class Problem:
         """Compute one trainer after the other; see ``Way``."""
         rows = 1 if self.averages else self.trainers
         gradients = [parameter.new_zeros((rows, *parameter.shape[1:])) for parameter in parameters]
-        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))  # faster than indices
+        leaves, split = ([value.detach().unbind() for value in values] for values in (parameters, gradients))  # faster than indexing
         losses: Tensors = []
         moved: list[Tensors] = []
         for trainer in range(self.trainers):
@@ -128,7 +127,7 @@ class Problem:
         return Computed(gradients, torch.stack(losses), [torch.stack(of_buffer) for of_buffer in zip(*moved, strict=True)])
 
     def activation_bytes(self, inputs: torch.Tensor, labels: torch.Tensor) -> int:
-        """Return the bytes that the forward of one batch keeps for its backward, besides parameters."""
+        """Return the bytes that the forward of one batch keeps for its backward, in addition to parameters."""
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,12 +148,12 @@ class Problem:
         if self.averages or not 0 < together < self.trainers:
             return self._traced(arguments)
         of_part = replace(self, trainers=together)._traced(self._part(arguments, slice(together)))  # noqa: SLF001  # its own class
-        stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # to get them each step takes half of it
+        stacks = [value.new_empty((self.trainers, *value.shape[1:])) for value in arguments[0]]  # allocating takes half of a step
 
         def run(*given: Any) -> Computed:
             losses, moved = given[0][0].new_empty(self.trainers), [torch.empty_like(buffer) for buffer in given[1]]
             for begin in range(0, self.trainers, together):
-                part = slice(min(begin, self.trainers - together), begin + together)  # the last may compute what the one before has
+                part = slice(min(begin, self.trainers - together), begin + together)  # the last part may overlap the previous one
                 self.look()
                 found = of_part(*self._part(given, part))
                 for whole, own in zip((*stacks, losses, *moved), (*found.gradients, found.losses, *found.buffers), strict=True):
@@ -164,7 +163,7 @@ class Problem:
         return run
 
     def _part(self, arguments: Arguments, part: slice) -> Arguments:
-        """Return the arguments of some of the trainers."""
+        """Return the arguments of the trainers in ``part``."""
         parameters, buffers, scale, inputs, labels = arguments
         own = parameters if self.shares else [value[part] for value in parameters]
         return own, [value[part] for value in buffers], scale, inputs[part], labels[part]
@@ -173,9 +172,9 @@ class Problem:
         from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # vmap warns where it goes through all trainers one by one
-            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # a bound method has an argument more than the tracer gives
-        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # of tensors one by one
+            warnings.simplefilter("error")  # vmap warns if it computes trainers one by one
+            traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # the tracer would count a bound method's ``self``
+        traced.graph.set_codegen(torch.fx.graph.CodeGen())  # takes and returns flat lists of tensors
         traced.recompile()
 
         @torch.no_grad()
@@ -188,7 +187,7 @@ class Problem:
     def _at_once(
         self, parameters: Tensors, buffers: Tensors, scale: torch.Tensor, inputs: torch.Tensor, labels: torch.Tensor
     ) -> tuple[Tensors, torch.Tensor, Tensors]:
-        """Return all trainers' gradients as those of the sum of their losses.
+        """Return all trainers' gradients, losses and buffers. The gradients are those of the sum of losses.
 
         With autocast, each trainer's gradient is computed separately.
         """
@@ -216,9 +215,9 @@ class Problem:
         return list(gradients), losses, moved
 
     def _losses(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return losses ``(trainers,)``.
+        """Return the losses of all trainers, ``(trainers,)``.
 
-        Under vmap, cross-entropy becomes twenty operations; short rows are slow.
+        Cross-entropy avoids vmap, which makes twenty operations of it, and short rows, which are slow.
         """
         if self.compare is not cross_entropy:
             found: torch.Tensor = torch.vmap(self.compare)(outputs, labels)
@@ -229,7 +228,7 @@ class Problem:
 
 
 class Chosen(NamedTuple):
-    """A way, its name, and the seconds of a step."""
+    """A ``Way``, its name, and the seconds that a step takes."""
 
     way: Way
     name: str
@@ -237,10 +236,10 @@ class Chosen(NamedTuple):
 
 
 def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *, may_stack: bool) -> Chosen:
-    """Return the way with less processor time for these arguments' gradients, or on a GPU with less time.
+    """Return the faster ``Way`` for these arguments, by processor time or, on a GPU, by elapsed time.
 
-    ``may_stack``: memory suffices for ``together`` trainers at a time. A graph is not considered if tracing
-    could not pay off even if all trainers were as fast as one.
+    ``may_stack``: whether memory suffices for ``together`` trainers at a time. A graph is not considered if
+    tracing could not pay off even if all trainers were as fast as one.
     """
     loop_s = _seconds(problem.loop, arguments)
     if not may_stack or loop_s * steps * (1 - 1 / problem.trainers) < WORTH_TRACING_S + TRACING_S * len(arguments[0]):
@@ -254,9 +253,9 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
 
 
 def _seconds(way: Way, arguments: Arguments) -> float:
-    """Return the seconds of one step, the second: processor time, which other programs affect less.
+    """Return the seconds of one step, after a warm-up step.
 
-    On a GPU until its end.
+    It is processor time, which other programs affect less, or on a GPU elapsed time until the step's end.
     """
     clock = time.perf_counter if arguments[-1].is_cuda else time.process_time
     for _ in range(2):
@@ -268,9 +267,10 @@ def _seconds(way: Way, arguments: Arguments) -> float:
 
 
 def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Return the graph without redundant operations, which are half of a small model's step.
+    """Return the graph without redundant operations, which take half of a small model's step.
 
-    A graph that changes tensors in place is unchanged, because equal operations need not give the same there.
+    A graph that changes tensors in place is unchanged, because equal operations may have different results
+    there.
     """
     aten, graph = torch.ops.aten, traced.graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -303,9 +303,9 @@ def _tidied(traced: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _may_change(operator: Any) -> bool:
-    """Whether an operation writes to its arguments.
+    """Whether an operation may write to its arguments, or give different results for equal ones.
 
-    Batch norm does so undeclared, and random numbers always differ.
+    Batch norm does not declare its writes; random numbers differ.
     """
     schema = getattr(operator, "_schema", None)
     return schema is not None and (schema.is_mutable or "batch_norm" in schema.name or torch.Tag.nondeterministic_seeded in operator.tags)

@@ -19,15 +19,15 @@ from fleetbench.workloads.models.registry import build_model, loss_of, placehold
 from fleetbench.workloads.training import HeldOut, sampler_of
 
 Progress = Callable[[int, int], None]
-"""Callback that takes how many steps are done, and how many there are."""
+"""Callback with the number of steps done, and the number of all steps."""
 Say = Callable[[str], None]
-"""Callback that gets a message about memory before a training run takes it."""
+"""Callback with a message about the memory that a training run takes, before it is taken."""
 Look = Callable[[], None]
-"""Callback before each batch of a trainer, or of all at once, that may raise to stop."""
+"""Callback before each trainer's batch, or before the joint batch of all trainers; it may raise to stop training."""
 
 
 def never() -> None:
-    """The ``Look`` of a training run without a limit."""
+    """Do nothing: the ``Look`` of a training run without a limit."""
 
 
 class Prepared:
@@ -47,11 +47,12 @@ class Prepared:
 
 
 _LEAST_COPIES = 4
-"""Copies of the parameters: the model, one to evaluate, the trained one, and gradients."""
+"""Least number of copies of the parameters in memory: the model, one for evaluation, the trained ones, and
+gradients."""
 
 
 def step_flops(workload: Workload) -> int:
-    """Return the estimated operations of one trainer's forward and backward."""
+    """Return the estimated number of floating-point operations of one trainer's forward and backward."""
     model = placeholder_model(workload)
     densely(model)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -61,19 +62,22 @@ def step_flops(workload: Workload) -> int:
 
 
 def densely(model: nn.Module) -> None:
-    """Give untouched rows zero gradients, which is the same update for optimizers that take sparse ones."""
+    """Make embeddings' gradients dense, with zeros for untouched rows.
+
+    For optimizers that accept sparse gradients, the update is the same.
+    """
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False
 
 
 def free_bytes(device: str) -> int:
-    """Return free bytes of memory, on ``cpu`` or ``cuda``."""
+    """Return the free memory of ``device``, ``cpu`` or ``cuda``, in bytes."""
     return psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 def refuse_beyond(trainers: int, needed: int) -> None:
-    """Raise ``ConfigError`` if this many trainers need more memory than is free."""
+    """Raise ``ConfigError`` if virtual trainers need more bytes than the host's memory has free."""
     if needed > (free := free_bytes("cpu")):
         value = f"{counted(trainers, 'trainer')} take about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
         raise ConfigError("virtual trainers do not fit into memory", "cluster", value, "simulate fewer trainers, or leave --loss out")
@@ -81,9 +85,9 @@ def refuse_beyond(trainers: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, because threads of small operations mostly wait.
+    """Return a context that computes with one CPU thread, because threads of small operations mostly wait.
 
-    A GPU uses all digits of float32.
+    A GPU computes with full float32 precision.
     """
     before = torch.get_num_threads(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Replicas: all trainers' parameters, gradients and optimizers as stacked tensors, and the plan's operations.
+"""Replicas: all trainers' parameters, gradients and optimizers as stacked tensors, and the plan's operations on them.
 
 The first dimension counts trainers; trainers whose parameters never differ share one member. The rules are
 those of the real engine: a plain all-reduce is a mean. Every other exchange divides by the number of
@@ -24,7 +24,7 @@ from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
 
 
 class Replicas:
-    """Replicas: ``compute`` leaves gradients, ``run`` executes operations, ``scalar`` observes."""
+    """State of all trainers: ``compute`` leaves gradients, ``run`` executes operations, ``scalar`` observes scalars."""
 
     def __init__(self, model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> None:
         """Create replicas: all trainers begin with the parameters and buffers of ``model``, on its device."""
@@ -59,7 +59,7 @@ class Replicas:
         return self._values, [*self.buffers.values()], scaled, inputs, labels
 
     def begin_step(self, counted: int) -> None:
-        """Begin a step with the learning rate of the step or update ``counted``."""
+        """Begin a step with the learning rate of step or update number ``counted``."""
         self._rate = learning_rate(self._workload, counted)
         self._holds = False
 
@@ -73,7 +73,7 @@ class Replicas:
 
     @torch.no_grad()
     def run(self, operation: Operation) -> None:
-        """Execute one operation, on all trainers."""
+        """Execute one operation on all trainers."""
         kind = operation.kind
         if kind in COLLECTIVES:
             self._meet(operation)
@@ -105,7 +105,7 @@ class Replicas:
         self._optimizer.step()
 
     def scalar(self, name: Scalar) -> float:
-        """Return what all trainers observe now; ``found_inf`` removes the loss scale from the gradients."""
+        """Return the scalar that all trainers observe now; ``found_inf`` also unscales the gradients."""
         if name == "lr":
             return self._rate
         if name == "loss":
@@ -122,19 +122,19 @@ class Replicas:
         return torch.cat([value.detach().mean(0).reshape(-1) for value in values])
 
     def _sum(self, operation: Operation) -> None:
-        """Add a bucket's gradients to its sum, or make the sum over the divisor its gradients."""
+        """Add a bucket's gradients to its sum, or replace them by the sum over the divisor."""
         assert operation.bucket is not None
         for name in self._plan.buckets[operation.bucket].gradients:
             if operation.kind == "release":
                 self._gradients[name] = self._sums.pop(name) / operation.divisor
             else:
-                gradient = self._gradients[name]  # whose memory the next step's may take
+                gradient = self._gradients[name]  # cloned below, because the next step may reuse its memory
                 self._sums[name] = self._sums[name].add_(gradient) if name in self._sums else gradient.clone()
 
     def _meet(self, operation: Operation) -> None:
         payload, bucket = operation.payload, operation.bucket
         if payload in ("agreement", "loss", "found_inf"):
-            return  # what they tell is at hand
+            return  # all trainers' values are in this process already
         if payload == "buffers" and operation.kind == "broadcast":
             self.buffers = {name: _stacked(buffer[0], self.trainers) for name, buffer in self.buffers.items()}
             return
@@ -175,7 +175,7 @@ class Replicas:
             self._gradients.update(zip(self._plan.buckets[bucket].gradients, values, strict=True))
 
     def _end_round(self, operation: Operation) -> None:
-        """Take one trainer's difference, step the outer optimizer, or merge, for a fragment or the whole."""
+        """Execute ``difference``, ``outer`` or ``merge`` for one fragment or the whole model; see ``Operation``."""
         plan = self._plan
         buckets = range(len(plan.buckets)) if operation.fragment is None else plan.fragments[operation.fragment]
         if operation.kind == "outer":
@@ -187,7 +187,7 @@ class Replicas:
                 self._arrive("delta", bucket, self._cargo("delta", plan.buckets[bucket].gradients))
 
     def _step_outside(self, buckets: Sequence[int]) -> None:
-        """Turn the mean differences into the outer optimizer's step, without its rate."""
+        """Turn the mean differences into the outer optimizer's step, without its learning rate."""
         outer = self._combination.outer
         assert outer is not None
         for bucket in buckets if outer.momentum else ():
@@ -196,9 +196,9 @@ class Replicas:
                 value.add_(velocity, alpha=outer.momentum) if outer.nesterov else value.copy_(velocity)
 
     def _merge(self, operation: Operation, buckets: Sequence[int]) -> None:
-        """Make snapshot plus step the new snapshot, and the parameters except for a kept share.
+        """Add the step to the snapshot, and replace the parameters by it, except for a share that they keep.
 
-        Averaged optimizer state is replaced likewise.
+        Optimizer state is replaced by its average.
         """
         outer, fragments = self._combination.outer, self._combination.fragments
         share = fragments.mixing if fragments is not None and operation.payload == "mixture" else 0.0
@@ -214,7 +214,7 @@ class Replicas:
         self._mean_buffers = {}
 
     def _state(self, names: Sequence[str]) -> Tensors:
-        """Return the optimizer's tensors that trainers average or reset; fewer before the first update."""
+        """Return the optimizer's tensors that trainers average or reset; some do not exist before the first update."""
         slots = self._combination.slots(OPTIMIZER_STATE[self._workload.optimizer])
         state = self._optimizer.state
         found = [state[self.parameters[name]].get(slot) for name in names for slot in slots]
@@ -229,7 +229,7 @@ def sharing(plan: Plan, combination: Combination) -> tuple[bool, bool]:
 
 
 def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination: Combination) -> int:
-    """Return the largest memory of a training run's replicas, without activations."""
+    """Return the largest memory in bytes of a training run's replicas, without activations."""
     one = sum(value.nbytes for value in model.parameters())
     shares, averages = sharing(plan, combination)
     own = one if shares else one * plan.trainers
@@ -242,25 +242,26 @@ def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:
 
 
 def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tensor:
-    """Return the mean over trainers, ``(1, ...)``, in parts that fit into a cache."""
+    """Return the mean over trainers of ``values - snapshot``, ``(1, ...)``.
+
+    It is computed in parts that fit into a cache.
+    """
     sums = [(part - snapshot).sum(0) for part in values.split(max(1, CACHE_NBYTES // 8 // snapshot.nbytes))]
     return torch.stack(sums).sum(0, keepdim=True).div_(len(values))
 
 
 def _mean_buffer(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the mean over trainers of a statistic, or the maximum of a count: ``(1, ...)``."""
+    """Return a buffer's mean over trainers, or the maximum if it is a count: ``(1, ...)``."""
     if buffer.is_floating_point():
         return buffer.to(torch.float64).mean(0, keepdim=True).to(buffer.dtype)
     return buffer.amax(0, keepdim=True)
 
 
 def _exchange(value: torch.Tensor, kind: str, parts: Parts) -> None:
-    """One operation of a chain, in place, on every rank's tensor ``(ranks, ...)``.
+    """Execute one operation of a chain in place, on all ranks' tensors ``(ranks, ...)``.
 
-    Each of ``parts`` meets for itself.
-
-    After a reduce-scatter every rank holds the totals of all pieces, not of its own alone, so that an
-    all-gather has nothing left to do.
+    Each of ``parts`` exchanges only inside itself. After a reduce-scatter every rank holds the totals of all
+    pieces, not only those of its own, so that an all-gather has nothing left to do.
     """
     if kind == "all_gather":
         return

@@ -1,8 +1,8 @@
-"""Virtual trainers of parameter servers: they pull, push and apply in a simulation's or a real job's order.
+"""Virtual trainers of parameter servers: they pull, push and apply in the order of a simulated or a real job.
 
-The order comes from a simulation or a real job. Links and stragglers decide which parameters a gradient is
-computed from, and in which order servers apply it, so the clock comes first here. ``sim.servers`` records
-that order and needs no losses. A ``ServedReplay`` follows it with real parameters, data and gradients.
+Links and stragglers decide which parameters a gradient is computed from, and in which order servers apply it,
+so the clock comes first here. ``sim.servers`` records the order of a simulated job, and needs no losses. A
+``ServedReplay`` follows an order with real parameters, data and gradients.
 ``fleetbench.workloads.server_updates`` defines the effect of a push, a delta or a pull, as it does for real
 servers.
 """
@@ -56,9 +56,10 @@ class Played(NamedTuple):
 
     @classmethod
     def of(cls, experiment: Experiment, look: Look = never) -> Self:
-        """Simulate the order; ``look`` is called repeatedly, and may raise.
+        """Simulate a job, and return it with the order of its acts.
 
-        Raises ``ConfigError`` for what cannot be simulated or trained.
+        ``look`` is called repeatedly, and may raise. Raises ``ConfigError`` for what cannot be simulated or
+        trained.
         """
         job, order = served_job(experiment, look), Order()
         execute(job, order=order, step_done=look)
@@ -68,7 +69,7 @@ class Played(NamedTuple):
 def served_job(experiment: Experiment, look: Look = never) -> Job:
     """Return the job of an experiment.
 
-    With sparse embeddings, its messages have the sizes that the data give.
+    With sparse embeddings, the data determine the sizes of its messages.
     """
     learnt = learnt_from(experiment)
     workload = learnt.workload
@@ -84,7 +85,7 @@ def served_job(experiment: Experiment, look: Look = never) -> Job:
 
 @torch.no_grad()
 def _look_ups(data: Prepared, learnt: Experiment, look: Look) -> LookUps:
-    """Rows that the forwards of all trainers' steps read, found by running a model that learns nothing."""
+    """Return the rows that all trainers' forwards read, found by running a model that is not trained."""
     layout = _layout(data.model)
     under_way: list[tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = []
 
@@ -112,12 +113,14 @@ def _layout(model: nn.Module) -> Layout:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Trainer:
-    """A trainer and its sender: between two steps, or after the forward of step ``index``."""
+    """State of a trainer and its sender: between two steps, or after the forward of step ``index``."""
 
     flat: torch.Tensor
-    """Dense parameters; with GeoSGD its own copy, like ``tables``, otherwise the last pulled ones."""
+    """Dense parameters as one vector: in GeoSGD the trainer's own copy, as in ``tables``, otherwise the last
+    pulled ones."""
     tables: Tensors
-    """Embeddings; without GeoSGD shared scratch space, because rows are looked up before each forward."""
+    """Embedding tables; except in GeoSGD, scratch space of all trainers, because rows are looked up before
+    each forward."""
     buffers: Tensors
     geo: GeoCopy | None
     pushed: list[deque[Change]]
@@ -125,18 +128,18 @@ class _Trainer:
     pulled: dict[int, list[Array]] = dataclasses.field(default_factory=dict)
     """Last answer to a pull, by server."""
     queue: deque[Change] = dataclasses.field(default_factory=deque)
-    """Gradients that the sender has not taken."""
+    """Gradients that the sender has not taken yet."""
     index: int = 0
     """Index of the step under way."""
     gradients: tuple[torch.Tensor | None, ...] = ()
     rows: list[tuple[int, torch.Tensor, Array]] = dataclasses.field(default_factory=list)
-    """Rows that the next forward reads: a table, its rows, their values."""
+    """Rows that the next forward reads, as the table's number, the rows' numbers and their values."""
     num_answers: list[int] = dataclasses.field(default_factory=list)
-    """Number of look-ups of this step answered by each server."""
+    """Number of look-ups in this step that each server has answered."""
 
 
 class ServedReplay:
-    """A training run in a given order.
+    """A training run that follows a given order of acts.
 
     Life cycle: created (data are prepared, memory is checked), ``run``.
     """
@@ -150,11 +153,11 @@ class ServedReplay:
         self._look = look
         self._data = data = Prepared(learnt, folder)
         workload, cluster = learnt.workload, learnt.cluster
-        refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers take sparse gradients with all of them
+        refuse_dense_optimizer(data.model, dataclasses.replace(workload, optimizer="sgd"))  # servers accept sparse gradients with any
         self._layout = layout = _layout(data.model)
         self.shards = layout.shards(cluster.servers)
         self._problem = Problem(model=data.model, compare=data.compare, trainers=cluster.trainers, shares=False, averages=False)
-        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers are not far from one another
+        self._batch = lru_cache(maxsize=64)(data.batches.batch)  # trainers are at nearby steps
         self.num_bytes = self._expected_bytes()
         refuse_beyond(cluster.trainers, self.num_bytes)
         say(f"{counted(cluster.trainers, 'virtual trainer')} take {self.num_bytes / 1e6:.3g} MB")
@@ -163,7 +166,7 @@ class ServedReplay:
         self._trainers = [self._trainer() for _ in range(cluster.trainers)]
         self._losses = np.zeros((len(self._job.steps), cluster.trainers))
         self._sums: dict[int, torch.Tensor] = {}
-        """Sum over trainers of their parameters, by evaluated step, until all have ended it."""
+        """Sum of trainers' evaluated vectors by step, until all trainers have ended that step."""
         self._held_out_losses: list[tuple[int, float]] = []
 
     def _expected_bytes(self) -> int:
@@ -222,12 +225,12 @@ class ServedReplay:
         )
 
     def evaluated(self) -> torch.Tensor:
-        """Vector on which an evaluation depends: the servers' parameters, and the mean of trainers' buffers."""
+        """Return the vector that an evaluation needs: the servers' parameters, and the mean of trainers' buffers."""
         buffers = [torch.stack(of_all).to(torch.float64).mean(0) for of_all in zip(*(one.buffers for one in self._trainers), strict=True)]
         return self._vector(*self.held(), buffers)
 
     def held(self) -> tuple[torch.Tensor, Tensors]:
-        """Return the servers' current dense numbers and tables."""
+        """Return the servers' current dense parameters and tables."""
         flat, tables = torch.empty_like(self._flat), [torch.empty_like(table) for table in self._tables]
         for shard in self.servers:
             for view, array in zip(views_of(self.shards, shard.server, flat, tables), shard.arrays, strict=True):
@@ -238,12 +241,12 @@ class ServedReplay:
         kept = [own for own, buffer in zip(buffers, self._data.model.buffers(), strict=True) if buffer.is_floating_point()]
         return torch.cat([value.reshape(-1).to(flat.dtype) for value in (*self._layout.parameters(flat, tables), *kept)])
 
-    # What is done at an act: a method by its role and kind
+    # Effects of acts: one method for each role and kind
 
     def _trainer_forward(self, act: Act) -> None:
         """Compute a step's forward and backward.
 
-        Its gradient waits for the sender, or for the trainer's own update.
+        The gradient then waits for the sender or, in GeoSGD, for the trainer's own update.
         """
         one, batch_size = self._trainers[act.rank], self._learnt.workload.batch_size
         for table, rows, values in one.rows:
@@ -306,7 +309,7 @@ class ServedReplay:
                 one.geo.merge(server, dense, list(zip(rest[::2], rest[1::2], strict=True)))
 
     def _server_update(self, act: Act) -> None:
-        """Update by one trainer's push, or by those of all whose pushes have arrived."""
+        """Update a server by one trainer's push or, if ``act.of`` is ``None``, by all pushes that have arrived."""
         came = self._trainers if act.of is None else [self._trainers[act.of]]
         lines = [one.pushed[act.rank] for one in came]
         self.servers[act.rank].update([line.popleft() for line in lines if line], act.divisor)

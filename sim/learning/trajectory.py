@@ -1,8 +1,9 @@
 """Trajectory: the results of virtual trainers as the simulator reads them, and their key.
 
-The results depend on the updates and their order, not on the clock. So the key contains only the number of
-trainers and the ranks inside a node of the hierarchy from the cluster, and from the strategy only what
-changes an update. Experiments that differ in bandwidths, stragglers or fusion share one trajectory.
+The results depend on the updates and their order, not on the clock. From the cluster, the key contains only
+the numbers of trainers, servers, and ranks per node of the hierarchy; from the strategy, only what changes an
+update. Experiments that differ in bandwidths, stragglers or fusion share one trajectory, unless this reorders
+updates on parameter servers.
 """
 
 import dataclasses
@@ -29,20 +30,21 @@ from fleetbench.workload import LAYERS, Workload
 from sim.servers.actor import Order
 
 WHO = "virtual trainers"
-"""Source of the losses, in summaries."""
+"""Name of the source of the losses, in summaries."""
 
 CLOCK = named("plan clock")
-"""Fields that change when something happens but, except for rounding, not what is learnt."""
+"""Names of the strategy's fields that change when something happens but, except for rounding, not what is learnt."""
 LEARNT = named("virtual")
-"""Fields that virtual trainers execute; those in neither list are refused by name."""
+"""Names of the strategy's fields that virtual trainers execute. An error names a changed field that is in
+neither set."""
 _UNLEARNT = ("profile", "layers", "host", "loss_curve", "target_loss")
 """Workload fields that do not affect what is learnt."""
 
 
 def learnt_from(experiment: Experiment) -> Experiment:
-    """Return the experiment with only the settings that virtual trainers learn from.
+    """Return the experiment with only the settings that affect what virtual trainers learn.
 
-    Raises ``ConfigError`` for what they do not execute.
+    Raises ``ConfigError`` for settings that they do not execute.
     """
     workload, cluster, strategy = experiment.workload, experiment.cluster, experiment.strategy
     who = "the simulator's training by virtual trainers"
@@ -69,8 +71,8 @@ def learnt_from(experiment: Experiment) -> Experiment:
 def key_of(experiment: Experiment, order: Order | None = None) -> str:
     """Return 16 hexadecimal digits over all that a trajectory depends on, including data and torch's version.
 
-    ``order``: that of trainers of parameter servers, which the clock decides. The path of an ``imagenet:``
-    folder counts, its contents do not.
+    ``order``: the acts of a job with parameter servers, whose order depends on the clock. Of an ``imagenet:``
+    folder only the path counts, not the contents.
     """
     canonical = learnt_from(experiment)
     kind, _, path = canonical.workload.data.partition(":")
@@ -85,26 +87,27 @@ def key_of(experiment: Experiment, order: Order | None = None) -> str:
 class Trajectory:
     """Results of one training run.
 
-    It is also the simulator's source of scalars: the strategy observes the same again.
+    The simulator also reads scalars from it, so that the strategy observes the same values again.
     """
 
     key: str
     workload: Workload
     first_step: int
-    """Number of the first step, below 1 with a warm-up; one row per step from there on."""
+    """Step of the first row of ``losses``, below 1 with a warm-up; each row is one step."""
     losses: npt.NDArray[np.float64]
     """Loss of every trainer's batch, ``(steps, trainers)``."""
     observed: Mapping[str, Mapping[int, float]]
-    """Observed scalars by step: ``loss``, the mean over trainers, and ``found_inf``."""
+    """Scalars that the strategy observed, by name and step: ``loss``, the mean over trainers, ``found_inf``,
+    or ``lr``."""
     held_out: tuple[tuple[int, float], ...]
     """Step and loss of every evaluation, at the mean of all trainers' parameters."""
     final_loss: float
     """Held-out loss after the last averaging."""
     local_steps: tuple[int | None, ...]
-    """Length of the round that each step ended; none if it ended none."""
+    """Number of updates in the round that each step ended; ``None`` for a step that ended no round."""
     steps_per_epoch: int
     way: str
-    """Method of computing gradients: ``loop`` or ``graph``."""
+    """Method of computing gradients: ``loop`` or ``graph``, on a GPU followed by ``on cuda``."""
     num_bytes: int
     """Largest memory that the training run was expected to take, in bytes."""
     seconds: float
@@ -118,24 +121,24 @@ class Trajectory:
         return float(self.losses[step - self.first_step].mean())
 
     def crossing(self, target: float | None) -> Crossing | None:
-        """Return where it reaches the target; none if it does not."""
+        """Return the point at which the held-out loss reaches ``target``; ``None`` if it does not."""
         return crossing(self.held_out, target)
 
     @property
     def lowest(self) -> float | None:
-        """Return the lowest target that is reached; none with fewer than three evaluations."""
+        """Lowest target that the held-out loss reaches; ``None`` with fewer than three evaluations."""
         losses = [loss for _, loss in self.held_out]
         return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, without ``losses``."""
+        """Return the trajectory as plain data, without ``losses``."""
         data = dataclasses.asdict(dataclasses.replace(self, losses=np.empty(0))) | {"workload": encode(self.workload)}
         del data["losses"]
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:
-        """Read the trajectory that ``to_dict`` gave, also through JSON."""
+        """Return the trajectory from the result of ``to_dict``, which may have gone through JSON."""
         observed = {name: {int(step): value for step, value in values.items()} for name, values in data["observed"].items()}
         held_out = tuple((step, loss) for step, loss in data["held_out"])
         workload = decode(data["workload"], Workload, "workload")
@@ -144,5 +147,4 @@ class Trajectory:
 
 
 Learn = Callable[[Experiment], Trajectory]
-"""Function that returns what an experiment's virtual trainers learn, for several simulations that may share
-it."""
+"""Function that returns the trajectory of an experiment, which several simulations may share."""

@@ -1,4 +1,4 @@
-"""Training without a clock: ``fleetbench.plan.drive``'s protocol over all replicas, and a store."""
+"""Training without a clock: the protocol of ``fleetbench.plan.drive`` over all replicas, and a store of results."""
 
 import contextlib
 import dataclasses
@@ -47,20 +47,16 @@ def train(
     """Train an experiment's trainers as ``fleetbench real`` would: same parameters, same order of data.
 
     Computes on one thread of the CPU, or, without parameter servers, on a GPU if ``run.device`` asks for one
-    and there is one. ``played``: the order in which trainers of parameter servers act, if known; else it is
-    simulated first. ``until``: a held-out loss at which training ends, by the rule of
-    ``workload.target_loss``; collective training is then that of an experiment with as many steps.
-    ``at_least``: number of steps that collective training takes in any case. ``look`` is called before each
-    trainer's batch, or once before all if they compute at once, and before an evaluation; it may raise.
+    and there is one.
 
     Args:
         experiment: the experiment to train.
-        progress: called with the number of steps done and of all steps.
+        progress: called with the number of steps done, and the number of all steps.
         say: called with a message about the memory needed.
         played: the order of acts with parameter servers, if it is known; otherwise it is simulated first.
-        until: a held-out loss that ends training when it is reached, as ``workload.target_loss`` is. With
-            collectives, the trajectory is then that of an experiment of as many steps as were made.
-        at_least: steps to train in any case, with collectives.
+        until: a held-out loss that ends training when it is reached, by the rule of ``workload.target_loss``.
+            With collectives, the trajectory is then that of an experiment with as many steps as were made.
+        at_least: number of steps to train in any case, with collectives.
         look: called before each trainer's batch, or once for all that compute at once, and before an
             evaluation; it may raise.
 
@@ -71,12 +67,12 @@ def train(
         if experiment.strategy.mode == "ps":
             return ServedReplay(experiment, played or Played.of(experiment, look), Path(folder), say, look).run(progress, until)
         found = VirtualTraining(experiment, Path(folder), say=say, look=look).run(progress, until, at_least)
-    torch.cuda.empty_cache()  # the next who computes there is another process
+    torch.cuda.empty_cache()  # another process uses the GPU next
     return found
 
 
 class VirtualTraining:
-    """One training. Life cycle: made (prepares the data, checks memory), ``run``."""
+    """One training run. Life cycle: created (data are prepared, memory is checked), ``run``."""
 
     def __init__(
         self,
@@ -87,7 +83,7 @@ class VirtualTraining:
         device: str = "cpu",
         look: Look = never,
     ) -> None:
-        """``way``: ``loop`` or ``graph`` on ``device``; default: the faster on the experiment's device."""
+        """``way`` is ``loop`` or ``graph`` on ``device``; default: the faster one on the experiment's device."""
         self._begin_s = time.perf_counter()
         self.key = key_of(experiment)
         if way is None and experiment.run.device == "cuda" and torch.cuda.is_available():
@@ -120,14 +116,14 @@ class VirtualTraining:
         """
         workload, plan, what = self._experiment.workload, self._strategy.plan, self._strategy.combination
         inputs, labels = self._batches.batch(0)
-        one = slice(workload.batch_size)  # copied: a part of the joint batch holds all of it in memory
-        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # with what the backward makes of them
+        one = slice(workload.batch_size)  # cloned, because a slice holds the whole joint batch in memory
+        activations = 2 * problem.activation_bytes(inputs[one].clone(), labels[one].clone())  # the backward makes as many again
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
         fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
         parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
-        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few gain nothing
+        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few parts gain nothing
         at_once = in_loop + activations * (together - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
@@ -148,7 +144,10 @@ class VirtualTraining:
         return 1.0 if scale is None else scale.value
 
     def run(self, progress: Progress | None = None, until: float | None = None, at_least: int = 0) -> Trajectory:
-        """Train to the last step or to the held-out loss ``until``, for ``at_least`` steps, and average."""
+        """Train to the last step, or to the held-out loss ``until``, and average.
+
+        At least ``at_least`` steps are trained.
+        """
         workload, warmup, key = self._experiment.workload, self._experiment.run.warmup_steps, self.key
         losses, held_out, local_steps = [], [], []
         observed: dict[str, dict[int, float]] = {}
@@ -209,7 +208,7 @@ class VirtualTraining:
 
 
 def _plan(experiment: Experiment, model: nn.Module) -> Plan:
-    """Return the real engine's plan, except for the order of readiness, on which losses do not depend."""
+    """Return the real engine's plan, except for gradients' order of readiness, on which losses do not depend."""
     workload, cluster, sparse = experiment.workload, experiment.cluster, sparse_weights(model)
     gradients = [
         Gradient(name=name, numel=parameter.numel(), dtype=workload.dtype, sparse=name in sparse, ready=Nanoseconds(place))
@@ -229,16 +228,16 @@ _HINT = "remove this folder: the virtual trainers then train again"
 
 
 class Trajectories:
-    """Store of trainings: trains only experiments whose result is not known yet."""
+    """Store of trajectories, which trains only experiments whose trajectory it does not have yet."""
 
     def __init__(self, root: Path, say: Say) -> None:
-        """``root``: folder of ``--out``."""
+        """``root`` is the folder of ``--out``."""
         self._root = root / FOLDER
         self._say = say
         self._known: dict[str, Trajectory] = {}
 
     def of(self, experiment: Experiment, progress: Progress | None = None) -> Trajectory:
-        """Return the losses of the experiment's trainers.
+        """Return the trajectory of the experiment's trainers.
 
         Raises ``ConfigError`` for options that virtual trainers do not support.
         """

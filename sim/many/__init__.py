@@ -1,6 +1,6 @@
 """Several simulations, and their joint results.
 
-``pool`` runs them over this machine's cores: ``seeds`` of one experiment, or a ``sweep`` of its values.
-``what_if`` runs one without the causes of its slowness. ``objective`` gives the tuner the step time of each
-strategy.
+``pool`` runs simulations on this machine's cores. ``seeds`` simulates one experiment under several seeds, and
+``sweep`` at several values of its keys. ``what_if`` simulates it without each cause of its slowness.
+``objective`` gives the tuner the step time of each strategy.
 """

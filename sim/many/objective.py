@@ -1,4 +1,4 @@
-"""Objective: seconds per step of one experiment under any strategy, without the rest of a run."""
+"""Objective: seconds per step of one experiment under any strategy, without the other results of a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ def table_key(strategy: DistributedStrategy) -> tuple[DistributedStrategy, bool]
 
 @dataclass(slots=True)
 class StepTime:
-    """Computes ``step_s_of`` the result of ``simulate``, up to float rounding.
+    """Computes the same as ``step_s_of(simulate(...))``, up to float rounding.
 
-    Strategies share draws, which do not depend on them. A strategy that the vector engine does not support is
-    simulated by the reference engine.
+    Draws do not depend on the strategy, so all strategies share them. A strategy that the vector engine does
+    not support is simulated by the reference engine.
     """
 
     experiment: Experiment
     seeds: Sequence[int] = ()
-    """Seeds of the runs; none: the experiment's own."""
+    """Seeds of the runs; if empty, the experiment's own."""
     tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
-    """Layer tables by ``table_key``, the part of a strategy that changes compute; others than the experiment's own may be put in."""
+    """Layer tables by ``table_key``. A caller may put in tables other than the experiment's own."""
     _draws: Sequence[Draws] = ()
 
     def __call__(self, strategy: DistributedStrategy) -> float:
-        """See ``step_s_of``; by the first seed. Raises what ``simulate`` raises."""
+        """Return the seconds per step under the first seed; see ``step_s_of``. Raises what ``simulate`` raises."""
         return self.by_seed(strategy)[0]
 
     def by_seed(self, strategy: DistributedStrategy) -> list[float]:
-        """See ``step_s_of``; by each seed. Raises what ``simulate`` raises."""
+        """Return the seconds per step under each seed; see ``step_s_of``. Raises what ``simulate`` raises."""
         experiment, seeds = self.experiment.replace(strategy=strategy), self.seeds or (self.experiment.run.seed,)
         compute = table_key(strategy)
         scenario = Scenario.of(experiment, table=self.tables.get(compute))

@@ -1,4 +1,4 @@
-"""pool: several simulations at once, on this machine's cores, in forks of this process."""
+"""pool: runs several simulations at once on this machine's cores, in forks of this process."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from sim.learning.trajectory import Trajectory
 from sim.run import Engine, simulate
 
 _WORTH_A_PROCESS = 3
-"""Fewer simulations than this run in this process."""
+"""Smallest number of simulations for which other processes are started."""
 
 Progress = Callable[[int, int], None]
 
@@ -31,7 +31,7 @@ class Job:
     """Name of the simulation in error messages."""
     experiment: Experiment
     learnt: Trajectory | None = None
-    """Losses that its virtual trainers have reached; none if nothing was trained."""
+    """Results of the experiment's virtual trainers; ``None`` if nothing was trained."""
 
 
 def summaries(
@@ -46,7 +46,7 @@ def summaries(
     At most ``processes`` run at once, by default one per core that this process may use. ``progress`` is
     called with the number of jobs done and their total.
 
-    Raises ``EnvironmentLacks`` if a process was killed; simulations' errors are prefixed by the job's label.
+    Raises ``EnvironmentLacks`` if a process was killed. Errors of a simulation are prefixed by its job's label.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number, tell = min(usable if processes is None else processes, len(jobs)), progress or (lambda *_: None)
@@ -63,7 +63,7 @@ def summaries(
 def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress) -> list[Summary]:
     """Run jobs in ``number`` processes.
 
-    These are killed at the end, also after Ctrl-C: they hold nothing worth keeping.
+    All processes are killed at the end, also after Ctrl-C, because they hold nothing worth keeping.
     """
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
@@ -73,7 +73,7 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress
             futures = {pool.submit(simulated, job, engine): job for job in jobs}
         for done, future in enumerate(as_completed(futures), start=1):
             with naming(futures[future].label):
-                future.result()  # or the first failure
+                future.result()  # raises the first failure
             tell(done, len(jobs))
         return [future.result() for future in futures]
     except BrokenProcessPool:
@@ -88,7 +88,7 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress
 
 @contextmanager
 def _later(*signals: signal.Signals) -> Iterator[None]:
-    """Block signals inside and in forks made there: an exception during a fork would be lost in its hooks."""
+    """Block ``signals`` here and in forks made here: a fork's hooks would lose an exception of their handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

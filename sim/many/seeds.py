@@ -73,7 +73,7 @@ class OverSeeds:
 
     @property
     def median_to_target_s(self) -> float | None:
-        """Seconds after which half of the runs have reached the target; none if fewer do.
+        """Seconds after which half of the runs have reached the target; ``None`` if fewer do.
 
         Runs that miss it are censored.
         """
@@ -112,9 +112,10 @@ def over_seeds(
     progress: Callable[[int, int], None] | None = None,
     learn: Learn | None = None,
 ) -> OverSeeds:
-    """Simulate under the experiment's seed and those after it; ``sim.many.pool`` has the other arguments.
+    """Simulate under the experiment's seed and the ``num_seeds`` - 1 seeds after it.
 
-    ``learn``: trains each seed's virtual trainers, from its own initial parameters and data.
+    ``learn``: trains each seed's virtual trainers, from its own initial parameters and data. The other
+    arguments are those of ``sim.many.pool.summaries``.
 
     Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """

@@ -28,10 +28,10 @@ final_loss
 COLUMNS = tuple(_COLUMNS.split())
 """Columns of a sweep's table after the keys; means are over ranks and steps, as in ``summary.json``."""
 PER_TRAINER = ("tokens_per_s", "mfu", "memory_bytes")
-"""Columns after ``COLUMNS``: figures per trainer, none if unknown."""
+"""Columns after ``COLUMNS``: figures per trainer, ``None`` if unknown."""
 MOST_POINTS = 100_000
 _NOTICED = 1.1
-"""Factor between the fewest and the most steps to one loss above which values count as different."""
+"""Ratio of the most to the fewest steps to one loss, above which the values of a key count as different."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8; no value has a comma"
 
@@ -70,7 +70,8 @@ class Sweep:
     """One row per point: a column for each key with its resolved values, then ``COLUMNS`` and
     ``PER_TRAINER``."""
     note: str | None = None
-    """Warning that the losses do not distinguish the values, or that a training diverged; none otherwise."""
+    """Warning that the losses do not distinguish the values, or that a training diverged; ``None``
+    otherwise."""
 
 
 def sweep(
@@ -91,11 +92,11 @@ def sweep(
         engine: see ``simulate``.
         processes: see ``sim.many.pool``.
         progress: called with the number of points done and their total.
-        prepare: completes a point, for example with a profile; called after all points were read.
+        prepare: completes a point's experiment, for example with a profile; called after all points were read.
         learn: trains a point's virtual trainers; points that differ in links or stragglers share the result.
 
     Raises:
-        ConfigError: there is no axis, there are more than two, or an axis is no key of this experiment.
+        ConfigError: there is no axis, there are more than two, or an axis names no key of this experiment.
         FleetbenchError: a point failed; the message names it.
     """
     read = [Axis.parse(axis) if isinstance(axis, str) else axis for axis in axes]
@@ -126,9 +127,9 @@ def sweep(
 
 
 def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
-    """Return a warning if a training diverged or if all values of K need about as many steps, else none.
+    """Return a warning if a training diverged or if all values of K need about as many steps, else ``None``.
 
-    Steps are those to the lowest loss that all of them reach at three evaluations in a row.
+    Steps count up to the lowest loss that all trainings reach at three evaluations in a row.
     """
     if diverged := [value for value, one in learnt.items() if not math.isfinite(one.final_loss)]:
         return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"

@@ -43,7 +43,7 @@ class Case:
     name: str
     summary: Summary
     gain: float
-    """Ratio of the time of the run as it is to this one's; 1 for itself."""
+    """Time of the run as it is, divided by this run's time; 1 for the run as it is."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the case as plain data."""
@@ -88,9 +88,9 @@ def what_if(
 
 
 def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
-    """Return the rank and node with the largest mean X over the counted steps, with nodes' own slowness.
+    """Return the rank with the largest mean X over the counted steps, and the node whose ranks have the largest sum.
 
-    Among equals it is the lowest. None if no rank is ever late.
+    X includes nodes' own slowness. The lowest number wins a tie. Returns ``None`` if no rank is ever late.
     """
     steps = range(1, experiment.workload.steps + 1)
     late = Draws(cluster=experiment.cluster, seed=experiment.run.seed, steps=steps).of_ranks().sum(axis=1)

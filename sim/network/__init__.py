@@ -1,11 +1,16 @@
-"""Links, what collectives take on them, and how several share them. No clock but in ``sharing``, which is of servers' messages.
+"""Network: links, the time that collectives take on them, and how several collectives share them.
 
 - ``links``: a cluster's ports, their rates and latencies, and the hop from one rank to another;
-- ``work``: messages of an algorithm, added up to a latency, a transfer time and traffic on every port;
-- ``algorithms``: ring, halving-doubling and trees as such messages; ``gloo`` and ``nccl``: what these libraries do instead;
+- ``work``: the sum of an algorithm's messages: a latency, a transfer time and traffic on every port;
+- ``algorithms``: the messages of ring, halving-doubling and trees; ``gloo`` and ``nccl``: models of what
+  these libraries do instead;
+- ``measured``: collectives whose times were measured;
 - ``turns``: how collectives that are in flight together take the ports that they have in common;
-- ``routes``: the entrance: the ``Route`` (cost, ports, turns) of a collective among some ranks, by ``cluster.collective``, or as measured;
-- ``sharing``: how messages of trainers and servers divide their ports.
+- ``routes``: the entry point: the ``Route`` (cost, ports, turns) of a collective among some ranks, for any
+  ``cluster.collective``;
+- ``sharing``: how messages between trainers and parameter servers divide their ports; the only module with a
+  clock.
 
-A new cost of a message belongs to ``links.Hop`` or ``work``, a new algorithm to ``algorithms``, a new library to a module beside ``gloo``.
+A new cost of a message belongs in ``links.Hop`` or ``work``, a new algorithm in ``algorithms``, and a new
+library in a module next to ``gloo``.
 """

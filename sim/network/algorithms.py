@@ -1,26 +1,27 @@
-"""Algorithms: what a collective's ranks send to each other, by the names of ``cluster.collective``.
+"""Algorithms: the messages that a collective's ranks send to each other, by the names of ``cluster.collective``.
 
-Among P ranks, for S bytes, with a latency of alpha a message and B bytes/s on every hop:
+With P ranks, S bytes, a latency of alpha per message and B bytes/s on every hop:
 
-- ``ring``: over equal hops an all-reduce takes 2 (P - 1) (alpha + S / (P B)), its halves, a reduce-scatter and an
-  all-gather, half of it, and an all-gather of rows, where every rank gives S bytes, (P - 1)
-  (alpha + S / B). Over unequal hops a chunk's latencies add up, and the slowest port is the bottleneck:
-  see ``longest_chain``. A reduce and a broadcast take the hops' latencies and S / B: the buffer passes along the
-  ring in chunks so small that all hops work at once, as in NCCL's ring kernels
+- ``ring``: over equal hops an all-reduce takes 2 (P - 1) (alpha + S / (P B)). A reduce-scatter and an
+  all-gather, its two halves, take half of that. An all-gather of rows, to which every rank contributes S
+  bytes, takes (P - 1) (alpha + S / B). Over unequal hops a chunk's latencies add up, and the slowest port is
+  the bottleneck: see ``longest_chain``. A reduce and a broadcast take the hops' latencies and S / B: the
+  buffer passes along the ring in chunks so small that all hops work at once, as in NCCL's ring kernels
   (``src/device/broadcast.h``, ``reduce.h``).
-- ``halving_doubling`` (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004):
-  2 log2 P alpha + 2 (P - 1) / P S / B. Neighbours exchange halves, then ranks at twice the distance
-  quarters, and back. Beyond the largest power of two below P, each further rank first hands its
-  buffer to a neighbour and gets the result from it: 2 (alpha + S / B) more. A reduce-scatter and an
-  all-gather take ceil(log2 P) alpha + (P - 1) / P S / B, for other P by Bruck's distances (Thakur,
-  Rabenseifner and Gropp, IJHPCA 2005, section 4.1).
-- ``tree``: a reduce and a broadcast each take ceil(log2 P) (alpha + S / B) on a binomial tree that
-  passes whole buffers, and an all-reduce is one after the other.
-- ``double_binary_tree`` (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL's ``src/graph/trees.cc``):
-  an all-reduce takes 2 ceil(log2 P) alpha + 2 S / B at most. Two trees carry half the buffer each, in
-  small chunks, up and down at once; who has children in one is a leaf in the other.
+- ``halving_doubling`` (Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004): an
+  all-reduce takes 2 log2 P alpha + 2 (P - 1) / P S / B. Neighbours exchange halves, then ranks at twice the
+  distance exchange quarters, and so on, and back. If P is not a power of two, each rank beyond the largest
+  power of two first hands its buffer to a neighbour, and at last gets the result from it: 2 (alpha + S / B)
+  more. A reduce-scatter and an all-gather take ceil(log2 P) alpha + (P - 1) / P S / B, for other P by Bruck's
+  distances (Thakur, Rabenseifner and Gropp, IJHPCA 2005, section 4.1).
+- ``tree``: a reduce and a broadcast each take ceil(log2 P) (alpha + S / B) on a binomial tree that passes
+  whole buffers. An all-reduce is a reduce followed by a broadcast.
+- ``double_binary_tree`` (Sanders, Speck and Traeff, Parallel Computing 35, 2009; NCCL's
+  ``src/graph/trees.cc``): an all-reduce takes 2 ceil(log2 P) alpha + 2 S / B at most. Two trees carry half
+  the buffer each, in small chunks, up and down at once. A rank that has children in one tree is a leaf in the
+  other.
 
-What an algorithm has no way of its own for, the ring does.
+For a kind of collective that an algorithm does not define, the ring is used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +37,13 @@ WHOLE = Fraction(1)
 
 
 def ring(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
-    """The ring over ``ranks`` in their order, of which the first is the root; ``rows`` is of an all-gather."""
+    """Return the work of a ring over ``ranks`` in this order; the first rank is the root.
+
+    ``rows``: whether every rank of an all-gather contributes all bytes.
+    """
     steps = len(ranks) - 1
     around = list(pairwise([*ranks, ranks[0]]))
-    if kind in ("reduce", "broadcast"):  # ends at the root, or starts there
+    if kind in ("reduce", "broadcast"):  # a reduce ends at the root, a broadcast starts there
         used = around[1:] if kind == "reduce" else around[:-1]
         return Work(links).pipeline(sum(links.hop(*pair).latency_ns for pair in used), WHOLE, used)
     share = WHOLE if rows else Fraction(1, len(ranks))
@@ -47,7 +51,7 @@ def ring(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
 
 
 def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
-    """Exchanges between ranks at doubling distances."""
+    """Return the work of exchanges between ranks at doubling distances."""
     if kind in ("reduce", "broadcast"):
         return tree(kind, ranks, links)
     if kind == "all_reduce":
@@ -64,7 +68,7 @@ def halving_doubling(kind: Collective, ranks: Ranks, links: Links, *, rows: bool
 
 
 def tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
-    """A binomial tree from the first of ``ranks``."""
+    """Return the work of a binomial tree whose root is the first of ``ranks``."""
     if kind == "broadcast":
         return Work(links).rounds(_binomial(ranks))
     if kind == "reduce":
@@ -75,7 +79,7 @@ def tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
 
 
 def double_binary_tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work:
-    """Two trees of half the buffer each."""
+    """Return the work of an all-reduce on two binary trees of half the buffer each; other kinds use the ring."""
     if kind != "all_reduce":
         return ring(kind, ranks, links, rows=rows)
     size = len(ranks)
@@ -94,9 +98,9 @@ def double_binary_tree(kind: Collective, ranks: Ranks, links: Links, *, rows: bo
 
 
 def tree_parent(index: int, size: int) -> int:
-    """The parent of ``index`` > 0 in the binary tree over 0 ... ``size`` - 1 whose leaves are the odd numbers and whose root is 0.
+    """Return the parent of ``index`` > 0 in a binary tree over 0 ... ``size`` - 1; the root is 0, the leaves are odd.
 
-    A number's lowest one is its height: 4 has the children 2 and 6, whose children are 1, 3, 5 and 7.
+    An index's lowest set bit is its height: 4 has the children 2 and 6, whose children are 1, 3, 5 and 7.
     """
     height = index & -index
     parent = (index ^ height) | (height << 1)
@@ -109,11 +113,11 @@ ALGORITHMS: dict[str, Callable[..., Work]] = {
     "tree": tree,
     "double_binary_tree": double_binary_tree,
 }
-"""Functions by name; each takes the kind of a collective, its ranks, the links, and ``rows``."""
+"""Algorithms by name: functions of a collective's kind, its ranks, the links, and ``rows``."""
 
 
 def _exchanges(ranks: Ranks) -> Iterator[Round]:
-    """Among a power of two: neighbours exchange halves, then those at distance 2 quarters, ..."""
+    """Yield rounds among a power of two of ranks: neighbours exchange halves, then ranks at distance 2 quarters, ..."""
     distance, share = 1, Fraction(1, 2)
     while distance < len(ranks):
         yield share, [(rank, ranks[index ^ distance]) for index, rank in enumerate(ranks)]
@@ -121,9 +125,10 @@ def _exchanges(ranks: Ranks) -> Iterator[Round]:
 
 
 def _bruck(ranks: Ranks) -> Iterator[Round]:
-    """Yield Bruck's rounds: each rank sends all blocks that it holds to the rank 1, then 2, then 4, ... before it.
+    """Yield Bruck's rounds.
 
-    In the last round, it sends only the blocks that the receiver lacks.
+    Each rank sends all blocks that it holds to the rank 1, then 2, then 4, ... places before it; in the last
+    round, only the blocks that the receiver lacks.
     """
     size, distance = len(ranks), 1
     while distance < size:
@@ -133,7 +138,7 @@ def _bruck(ranks: Ranks) -> Iterator[Round]:
 
 
 def _binomial(ranks: Ranks) -> Iterator[Round]:
-    """From the first rank to that half way, from both to those a quarter on, ..."""
+    """Yield a broadcast's rounds: the first rank sends half-way, then both send a quarter further, and so on."""
     distance = 1 << ((len(ranks) - 1).bit_length() - 1)
     while distance:
         starts = range(0, len(ranks) - distance, 2 * distance)

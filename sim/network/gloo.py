@@ -1,20 +1,23 @@
-"""gloo's collectives: a ring all-reduce in segments of which two are in flight, and trees that pass whole buffers.
+"""gloo's collectives: a ring all-reduce with two segments in flight, and trees that pass whole buffers.
 
-After ``gloo/allreduce.cc``, ``broadcast.cc``, ``reduce.cc`` and ``transport/tcp/pair.cc`` (github.com/pytorch/gloo). Among
-P ranks S bytes are cut into n = roundUp(max(ceil(S / 1 MiB), 2 P), P) segments. A phase, of which there are two, sends
-n - n / P of them one after the other. A segment leaves when its receiver has told that it waits for it, which it does when it is
-done with the segment before the last. What it tells is a message of a few bytes to the other neighbour, behind what
-it sends itself at that moment: about a millisecond of data lies in a device's queue at most (Linux, "TCP small queues").
+The model follows ``gloo/allreduce.cc``, ``broadcast.cc``, ``reduce.cc`` and ``transport/tcp/pair.cc``
+(github.com/pytorch/gloo). An all-reduce of S bytes among P ranks has n = roundUp(max(ceil(S / 1 MiB), 2 P),
+P) segments. In each of its two phases, a rank sends n - n / P segments, one after the other. A segment leaves
+once its receiver has announced, in a message of a few bytes, that it has processed the segment before the
+previous one. The announcement queues behind the data that the receiver itself is sending to its other
+neighbour, of which at most about a millisecond lies in a device's queue (Linux, "TCP small queues").
 
-With b = S / (n B) for a segment on the wire, alpha for a message and c for what a host copies and sums, a phase takes at least
+With b = S / (n B) for a segment on the wire, alpha for a message's latency, and c for the time in which a
+host copies and sums a segment, a phase takes at least
 
-- 2 alpha + (n - n / P) b + c: the wire never rests;
-- a round trip, 2 alpha + b + c, for every two segments, and more where a segment that is on its way delays what is told;
-- 2 alpha + b + (n - n / P) c: the host never rests.
+- 2 alpha + (n - n / P) b + c: the wire is never idle;
+- a round trip, 2 alpha + b + c, for every two segments, and more if a segment on its way delays an
+  announcement;
+- 2 alpha + b + (n - n / P) c: the host is never idle.
 
-A broadcast goes down a binomial tree, ceil(log2 P) (alpha + S / B); a reduce is a ring reduce-scatter
-whose P parts the root gathers. An all-gather is a ring. gloo has no reduce-scatter for torch: ``ProcessGroupGloo`` does an all-reduce
-of a copy, and keeps a part.
+A broadcast goes down a binomial tree, ceil(log2 P) (alpha + S / B). A reduce is a ring reduce-scatter whose P
+parts the root gathers. An all-gather is a ring. gloo has no reduce-scatter for torch: ``ProcessGroupGloo``
+does an all-reduce of a copy, and keeps a part.
 """
 
 import math
@@ -30,15 +33,16 @@ from sim.network.turns import Turn, Window, taken_in_turns
 from sim.network.work import Cost, Route, Work
 
 QUEUE_NS = 1_171_875
-"""So much of its own data a connection leaves in a device's queue: 1 / 1024 s at 1.2 times its rate (linux/net/ipv4/tcp_output.c,
-``tcp_small_queue_check``; the rate is ``net.ipv4.tcp_pacing_ca_ratio``). In slow start, and where two packets are longer, it is up
-to twice as much; queues that let other connections pass have less."""
+"""Time in ns to send the data that one connection leaves in a device's queue at most: 1 / 1024 s at 1.2 times
+its rate (linux/net/ipv4/tcp_output.c, ``tcp_small_queue_check``; the rate is
+``net.ipv4.tcp_pacing_ca_ratio``). In slow start, and if two packets are longer, it is up to twice as much;
+queues that let other connections pass hold less."""
 MOST_RANKS, MOST_SENDS = 16, 256
-"""Ranks, and segments that each sends in a phase, beyond which a segment has no turn of its own beside other collectives."""
+"""Largest number of ranks, and of segments that each sends per phase, for which every segment has its own turn."""
 
 
 def num_segments(nbytes: int, ranks: int) -> int:
-    """Segments of an all-reduce."""
+    """Return the number of segments of an all-reduce of ``nbytes`` among ``ranks`` ranks."""
     wanted = max(-(-nbytes // MIB), 2 * ranks)
     return -(-wanted // ranks) * ranks
 
@@ -53,7 +57,10 @@ class SegmentedRing:
         self._queue_ns = QUEUE_NS if len({links.node(rank) for rank in ranks}) > 1 else 0
 
     def route(self, nbytes: int) -> Route:
-        """Time and ports of an all-reduce of ``nbytes``. Each hop has two segments in flight, so that the slowest hop decides."""
+        """Return the time and ports of an all-reduce of ``nbytes``.
+
+        Each hop has two segments in flight, so the slowest hop decides the time.
+        """
         plain = self._ring.route(nbytes)
         hops = [(self._cost(hop, nbytes), hop) for hop in self._ring.hops]
         cost, hop = max(hops, key=lambda found: found[0].latency_ns + found[0].transfer_ns)
@@ -72,9 +79,9 @@ class SegmentedRing:
     def _cost(self, hop: Pace, nbytes: int) -> Cost:
         segments = num_segments(nbytes, self._size)
         sends = segments * (self._size - 1) // self._size
-        wire_ns = nbytes * self._size * hop.ns_per_byte / segments  # a hop's pace is of a P-th of the bytes
+        wire_ns = nbytes * self._size * hop.ns_per_byte / segments  # ``hop.ns_per_byte`` is the time of 1 / P byte
         host_ns = nbytes * self._host_ns_per_byte / segments
-        unit = math.lcm(wire_ns.denominator, Fraction(host_ns).denominator)  # whole numbers are many times faster
+        unit = math.lcm(wire_ns.denominator, Fraction(host_ns).denominator)  # integers are many times faster than fractions
         wire, host, latency, queue = (round(unit * ns) for ns in (wire_ns, host_ns, hop.latency_ns, self._queue_ns))
         phase_ns = Fraction(_phase(sends, wire, Window(latency, host, queue))[1], unit)
         latency_ns = int(2 * (phase_ns - sends * wire_ns))
@@ -82,9 +89,10 @@ class SegmentedRing:
 
 
 def _phase(sends: int, wire: int, window: Window) -> tuple[int, int]:
-    """When the last of so many segments has left, and is done with, where all ranks begin at 0; times are of one unit.
+    """Return when the last of ``sends`` segments has left, and when its receiver has processed it.
 
-    What follows depends on differences of times alone: once they come again, so does all that lies between, later by the same time.
+    All ranks begin at 0, and all times have the same unit. Times depend only on differences between earlier
+    ones. Once these recur, times repeat with an offset, so whole cycles are skipped.
     """
     arrives, left, done, sent = window.latency_ns, 0, 0, 0
     seen: dict[tuple[int, int], tuple[int, int]] = {}
@@ -103,7 +111,7 @@ def _phase(sends: int, wire: int, window: Window) -> tuple[int, int]:
 
 
 def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Work | SegmentedRing:
-    """How gloo carries a collective out."""
+    """Return the model of a collective as gloo carries it out."""
     if kind in ("all_reduce", "reduce_scatter"):
         return SegmentedRing(ranks, links)
     if kind == "broadcast":

@@ -1,8 +1,9 @@
-"""Links: the ports that messages pass on their way from rank to rank, and what each carries.
+"""Links: the ports that messages pass from rank to rank, and their rates and latencies.
 
-A trainer has a link inside its node, each way; a node has network interfaces, of which a trainer uses
-number local rank mod their count (rails); and a rack's nodes share its uplink, which carries their
-bandwidth over the oversubscription. The network above the racks carries all that they bring.
+Inside its node, a trainer has a link with its full rate in each direction. Between nodes, it uses the network
+interface whose index is its local rank modulo the node's number of interfaces (rails). A rack's nodes share
+its uplink, whose rate is their total bandwidth over the oversubscription. The network above the racks carries
+all that the uplinks bring.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from fleetbench.plan.operations import Collective
 from fleetbench.profile import Communication, communication_of, links_for
 
 Port = tuple[str, int, str]
-"""One direction of a link: ``intra`` and a rank, ``inter`` and an interface (of one a node: the node), or ``rack`` and a rack;
-then ``out`` or ``in``, seen from the rank, node or rack. ``connection``, the sending rank, and to whom by which communicator."""
+"""Kind, number, and ``out`` or ``in`` of one direction of a link: ``intra`` and a rank, ``inter`` and an
+interface (the node, if each has one), or ``rack`` and a rack. For a limited connection: ``connection``, the
+sending rank, and the receiving rank with the communicator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The way from one rank to another."""
+    """Path of a message from one rank to another."""
 
     latency_ns: int
-    """Nanoseconds of latency of a message."""
+    """Latency of a message in ns."""
     ports: tuple[Port, ...]
     """All ports that a message passes."""
     connection: tuple[Port, int] | None = None
-    """Where connections are limited: the communicator's own between the two ranks, and its bit/s."""
+    """Port of the communicator's own connection between the two ranks, and its limit in bit/s; ``None``
+    without a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class Links:
     """Link of an interface to the other nodes."""
     nics_per_node: int = 1
     nodes: int = 1
-    """Needed where there are racks, of which the last may be smaller."""
+    """Number of nodes. Used only with racks, the last of which may be smaller."""
     racks: Racks | None = None
     intra_of: Mapping[int, Link] = field(default_factory=dict)
     """Links inside nodes that differ from ``intra``, by node."""
@@ -57,21 +60,24 @@ class Links:
     measured: Communication | None = None
     """Links and times that a profile has measured in the training loop."""
     declared: tuple[Measured, ...] = ()
-    """Measured collectives that the cluster names; they go before those of ``measured``."""
+    """Measured collectives of ``cluster.measured``; they take precedence over those of ``measured``."""
     collective: str = "ring"
-    """Who carries collectives out: ``cluster.collective``."""
+    """Name of the algorithm or library that carries out collectives: ``cluster.collective``."""
     communicator: int = 0
-    """Number of the communicator whose collectives pass: each has connections of its own."""
+    """Number of the communicator that carries the collectives; each communicator has its own connections."""
     host_ns_per_byte: Fraction = Fraction(0)
-    """Nanoseconds in which a host copies and sums one byte of gloo's all-reduce."""
+    """Time in ns in which a host copies and sums one byte of gloo's all-reduce."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of ``run.environment``, of which some choose what NCCL does."""
+    """Environment variables of ``run.environment``; some of them change NCCL's choices."""
     first_ranks: tuple[int, ...] = ()
-    """First rank of every node, where nodes have different numbers of trainers."""
+    """First rank of every node; empty if all nodes have the same number of trainers."""
 
     @classmethod
     def of(cls, experiment: Experiment) -> Links:
-        """The links that are declared or measured. Raises ``ConfigError`` for one that is used and neither."""
+        """Return the links of an experiment, as declared or measured.
+
+        Raises ``ConfigError`` for a link that is used, and is neither declared nor measured.
+        """
         cluster, backend = experiment.cluster, experiment.transport
         intra, inter = links_for(experiment)
         own = [(node, override) for override in cluster.node_overrides for node in override.nodes]
@@ -95,23 +101,23 @@ class Links:
 
     @property
     def in_flight(self) -> tuple[Link, ...]:
-        """The measured link as each of two, three, ... collectives in flight sees it; more of them share what the last ones had."""
+        """Links that each collective sees when two, three, ... are in flight; empty if not measured."""
         return () if self.measured is None else self.measured.in_flight
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return bisect_right(self.first_ranks, rank) - 1 if self.first_ranks else rank // self.trainers_per_node
 
     def local_rank(self, rank: int) -> int:
-        """The number of a rank inside its node."""
+        """Return the number of a rank inside its node."""
         return rank - self.first_ranks[self.node(rank)] if self.first_ranks else rank % self.trainers_per_node
 
     def between(self, node: int) -> Link:
-        """The link of a node's interface to other nodes."""
+        """Return the link between a node's interface and other nodes."""
         return _known(self.inter_of.get(node, self.inter))
 
     def hop(self, sender: int, receiver: int) -> Hop:
-        """The way from one rank to another: between nodes, with the latency of the later end."""
+        """Return the hop from one rank to another. Between nodes, it has the higher latency of the two ends."""
         nodes = (self.node(sender), self.node(receiver))
         if nodes[0] == nodes[1]:
             inside = self._intra(nodes[0])
@@ -125,7 +131,7 @@ class Links:
         return Hop(latency_ns, tuple(ports), self._connection(sender, receiver, ends))
 
     def bits_per_s(self, port: Port) -> int | Fraction:
-        """Rate of a port for one collective."""
+        """Return the rate of a port for one collective, in bit/s."""
         kind, number, _ = port
         if kind == "intra":
             return self._intra(self.node(number)).bandwidth
@@ -137,9 +143,10 @@ class Links:
         return Fraction(of_nodes) / Fraction(repr(self.racks.oversubscription))  # the decimal that a file writes
 
     def points_among(self, kind: Collective, ranks: int) -> tuple[CollectivePoint, ...]:
-        """Measured times of this kind of collective among so many ranks; empty for a kind that was not measured.
+        """Return the measured times of ``kind`` among ``ranks`` ranks.
 
-        Raises ``ConfigError`` for all-reduces of which others were measured, or fewer than two sizes.
+        For kinds other than all-reduce, they are empty if none were measured. For an all-reduce, raises
+        ``ConfigError`` if fewer than two sizes were measured.
         """
         found = next((one.points for one in reversed(self.declared) if (one.kind, one.trainers) == (kind, ranks)), ())
         if kind != "all_reduce" or found:
@@ -159,7 +166,11 @@ class Links:
         return found
 
     def slower(self, port: Port, collectives: int) -> tuple[float, float]:
-        """How many times as long a port is busy with bytes, and latencies take, when so many collectives in flight pass it."""
+        """Return the factors on a port's busy time and on latencies while ``collectives`` in flight pass the port.
+
+        Both are 1 unless measured. Beyond the largest measured number of collectives, their total rate stays
+        constant, and latencies grow in proportion.
+        """
         measured_name = "inter" if self.measured is not None and self.measured.between == "nodes" else "intra"
         if collectives < 2 or self.measured is None or not self.in_flight or port[0] != measured_name:
             return 1.0, 1.0

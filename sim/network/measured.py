@@ -1,4 +1,4 @@
-"""Measured collectives: their times by size, and those of NCCL carried over to other numbers of ranks."""
+"""Measured collectives: their times by size, and NCCL's times transferred to other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from sim.network.work import Cost, Route
 
 
 class Times:
-    """Times by size, on straight lines between the measured ones.
+    """Times of a collective by size, interpolated linearly between measured sizes.
 
-    Beyond the largest they lie on the line from the largest that is at most half of it, because neighbours may lie
-    so close that their noise is all that line would show; before the smallest they are its own.
+    Above the largest measured size, times lie on the line through it and the largest size that is at most
+    half of it. A line through two close sizes would mostly show their noise. Below the smallest size, its own
+    time applies.
     """
 
     def __init__(self, points: Iterable[tuple[int, int | Fraction]]) -> None:
-        """``points``: bytes and ns, of two sizes at least."""
+        """``points``: sizes in bytes with times in ns, for at least two sizes."""
         self._points = sorted(dict(points).items())
         self._half = max(bisect_right(self._points, self._points[-1][0] // 2, key=lambda point: point[0]) - 1, 0)
 
@@ -34,7 +35,7 @@ class Times:
         return self._points[-1][0]
 
     def ns(self, nbytes: int) -> Fraction:
-        """The time of ``nbytes``."""
+        """Return the time of ``nbytes`` in ns."""
         if nbytes <= self._points[0][0]:
             return Fraction(self._points[0][1])
         above = bisect_left(self._points, nbytes, key=lambda point: point[0])
@@ -44,17 +45,20 @@ class Times:
 
 
 class Measured:
-    """A collective of any sender, which goes round a ring's ports in its measured time."""
+    """A collective of any library, which takes its measured time on the ports of a ring."""
 
     def __init__(self, kind: Collective, points: Sequence[CollectivePoint], ranks: Ranks, links: Links) -> None:
-        """``points`` has two sizes at least."""
+        """``points`` has at least two sizes."""
         self._times = Times((point.nbytes, point.took) for point in points)
         self._ring = ring(kind, ranks, links)
         self._messages = (2 if kind == "all_reduce" else 1) * (len(ranks) - 1)
         self._latency_ns = self._ring.route(0).cost.latency_ns
 
     def route(self, nbytes: int) -> Route:
-        """Time and ports of a collective of ``nbytes``; its latency is that of a ring's messages without a byte."""
+        """Return the time and ports of a collective of ``nbytes``.
+
+        Its latency is that of a ring's messages without bytes, at most the measured time.
+        """
         took_ns = self._times.ns(nbytes)
         latency_ns = min(self._latency_ns, int(took_ns))
         turns = taken_in_turns(latency_ns, half_up(took_ns - latency_ns), self._messages)
@@ -62,26 +66,28 @@ class Measured:
 
 
 class MeasuredNccl:
-    """NCCL's collectives of one kind, of which some were measured.
+    """NCCL's collectives of one kind, some of which were measured.
 
-    Among as many ranks on as many nodes they take what was measured. Elsewhere, where NCCL's model takes
+    With the measured numbers of ranks and nodes, a collective takes its measured time. For other numbers, it
+    depends on what NCCL's model chooses:
 
-    - a ring: a step takes what it took with as many bytes in the same protocol;
-    - a tree: each level of nodes adds what it added between the next two numbers of nodes, of which one node is one
-      where no two others were measured; with one number alone, times are to each other as the model's.
+    - a ring: a step takes as long as a measured step of as many bytes in the same protocol;
+    - a tree: time is linear in the levels of nodes, through the two nearest measured numbers of levels; one
+      node counts if fewer than two others were measured. With one number alone, times have the ratio of the
+      model's.
 
-    In a tree, whose time per byte still falls, sizes beyond the largest that tells add what the model adds.
-    What no measurement tells takes the model's time.
+    A tree's time per byte still falls with size, so sizes beyond the largest usable measurement add what the
+    model adds. Without a usable measurement, a collective takes the model's time.
     """
 
     def __init__(self, kind: Collective, ranks: Ranks, links: Links) -> None:
-        """Take the measured collectives on nodes of as many ranks each, and those on one node."""
+        """Keep the measured collectives with the same number of ranks per node, and those on one node."""
         generation = GENERATIONS[links.collective]
         self._own = Nccl(generation, kind, ranks, links)
         self._num_ranks = len(ranks)
         self._sets: list[tuple[Nccl, int, Times]] = []
         for one in links.declared:
-            if one.kind == kind and (links.inter is not None or one.trainers <= links.trainers_per_node):  # else between nodes
+            if one.kind == kind and (links.inter is not None or one.trainers <= links.trainers_per_node):  # others need links between nodes
                 model = Nccl(generation, kind, range(one.trainers), links)
                 if model.nodes == 1 or one.trainers * self._own.nodes == len(ranks) * model.nodes:
                     self._sets.append((model, one.trainers, Times((point.nbytes, point.took) for point in one.points)))
@@ -91,7 +97,7 @@ class MeasuredNccl:
         self._curves: dict[str, Times | None] = {}
 
     def route(self, nbytes: int) -> Route:
-        """Time and ports of a collective of ``nbytes``."""
+        """Return the time and ports of a collective of ``nbytes``."""
         own, way = self._own.cost(nbytes), _way(self._own.choice(nbytes))
         times = self._exact or self._curve(way)
         if times is None:
@@ -136,7 +142,7 @@ class MeasuredNccl:
 
 
 TREE = "tree"
-"""Name of trees, those of NVLS and everything else that is no ring."""
+"""Name for all methods that are not rings: trees and those of NVLS."""
 
 
 def _way(choice: Choice) -> str:

@@ -1,20 +1,22 @@
-"""NCCL: the algorithm and the protocol that it takes by its own cost model, and the time that they take.
+"""NCCL: the algorithm and the protocol that its own cost model chooses, and the time that they take.
 
-The choice is that of ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (5067397c, ``ncclTunerConstants_t``): of
-every pair of algorithm and protocol, time = latency + bytes / bandwidth, and the shortest is taken. Its maintainers
-say that the model assumes a perfect network, so the time of what is taken differs from it in three ways:
+The choice is that of ``src/graph/tuning.cc`` of github.com/NVIDIA/nccl (5067397c, ``ncclTunerConstants_t``):
+every pair of algorithm and protocol has a time = latency + bytes / bandwidth, and NCCL takes the pair with
+the shortest. Its maintainers say that the model assumes a perfect network, so a collective's time differs
+from it in three ways:
 
-- NCCL counts on ``BELIEVED`` of the interfaces' rate, and gets what the link carries (``Link.efficiency``).
-- The latency of a Simple ring between nodes passes beside its bytes: the ring takes the longer of both.
-- A link may declare the ``simple_latency`` of its fabric: a step of such a ring, and a hop of a Simple tree, take
-  that at least.
+- NCCL expects ``BELIEVED`` of the interfaces' rate, and gets what the link carries (``Link.efficiency``).
+- The latency of a Simple ring between nodes overlaps with its transfer: the ring takes the longer of the two.
+- A link may declare the ``simple_latency`` of its fabric: each step of such a ring, and each hop of a Simple
+  tree, takes at least that.
 
-What is declared as a link's latency is added to a message between nodes, twice in Simple, as NCCL adds what its
-network plugin tells. NVLS is taken on nodes of more than ``DIRECT`` Hopper GPUs on NVLink, which have an NVSwitch,
-and NVLSTree between them. ``NCCL_ALGO``, ``NCCL_PROTO`` and ``NCCL_NVLS_ENABLE`` of ``run.environment`` are followed.
+A link's declared latency is added to each message between nodes, twice in Simple, as NCCL adds the latency
+that its network plugin reports. NVLS is available on nodes of more than ``DIRECT`` Hopper GPUs on NVLink,
+which have an NVSwitch, and NVLSTree between such nodes. ``NCCL_ALGO``, ``NCCL_PROTO`` and
+``NCCL_NVLS_ENABLE`` of ``run.environment`` are followed.
 
-Left out: PCI inside nodes (NVLink is assumed), CollNet and PAT. Channels are as many as NCCL finds on NVLink, one for each
-link's ``CHANNEL_GBPS``, and between nodes one for each interface, and for each 48 GB/s of a fast one.
+PCI inside nodes (NVLink is assumed), CollNet and PAT are left out. On NVLink, NCCL finds one channel per
+``Generation.channel_gbps``; between nodes, there is one per interface, or per 48 GB/s of a fast one.
 """
 
 import math
@@ -38,56 +40,64 @@ Method = Literal["ring", "tree", "nvls", "nvlstree"]
 METHODS: tuple[Method, ...] = ("ring", "tree", "nvls", "nvlstree")
 
 BASE_NS = {"tree": (6_800, 14_000, 8_400), "ring": (6_600, 14_000, 8_400)}
-"""``baseLatencies``, ns, by protocol."""
+"""NCCL's ``baseLatencies`` in ns, by algorithm and protocol (``PROTOCOLS``)."""
 NVLINK_NS = {"tree": (600, 1_250, 4_000), "ring": (600, 1_900, 3_400)}
-"""``hwLatencies`` of a hop inside a node."""
+"""NCCL's ``hwLatencies`` of a hop inside a node, as in ``BASE_NS``."""
 NET_NS = {"tree": (5_000, 8_500, 14_000), "ring": (2_700, 4_000, 14_000)}
-"""``hwLatencies`` of a hop between nodes."""
+"""NCCL's ``hwLatencies`` of a hop between nodes, as in ``BASE_NS``."""
 POST_NS = 1_000
-"""``getNetOverhead`` on an Intel processor: what posting to the network takes at least in each step of a ring; three times in Simple."""
+"""Least time in ns that posting to the network takes in each step of a ring, three times in Simple: NCCL's
+``getNetOverhead`` on an Intel processor."""
 PLATEAU_BYTES = 64
-"""From so many bytes for each channel and rank on, a Simple ring between nodes has ``plateau`` times its latency."""
+"""Number of bytes per channel and rank from which an all-reduce on a Simple ring between nodes has
+``plateau`` times its latency."""
 TREE_CORRECTION: dict[Protocol, tuple[float, ...]] = {
     "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),
     "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1),
     "Simple": (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9),
 }
-"""``treeCorrectionFactor``: of a tree's bandwidth, what is left at 64 B, 128 B, ... 512 MiB."""
+"""NCCL's ``treeCorrectionFactor``: share of a tree's bandwidth that remains at 64 B, 128 B, ... 512 MiB."""
 WIRE = {"LL": Fraction(2), "LL128": Fraction(128, 120), "Simple": Fraction(1)}
-"""Bytes on the wire for each byte: LL sends a flag with every word, LL128 one in every 128 bytes."""
+"""Bytes on the wire per byte of data: LL sends a flag with every word, LL128 one in every 128 bytes."""
 INTER_CHANNEL_GBPS = 48
 BELIEVED = Fraction(57, 100)
-"""Part of the interfaces' rate by which NCCL chooses between nodes. With 0.55 to 0.60 the model changes its choice at
-all sizes where times on 2, 4 and 16 nodes of Alps show it; Polaris allows it, too (reports/nccl_model)."""
+"""Share of the interfaces' rate that NCCL expects between nodes when it chooses. With 0.55 to 0.60, the model
+changes its choice at all sizes at which times on 2, 4 and 16 nodes of Alps show a change. Times on Polaris do
+not contradict it (reports/nccl_model)."""
 STEP_NS = 9_500
-"""Least time of a step of a Simple ring between nodes: all-reduces of 1 and 2 GiB among 1,024 GPUs on InfiniBand took
-9.5 and 9.9 us a step, in which bytes take 2.6 and 5.2 (github.com/NVIDIA/nccl-tests, issue 322)."""
+"""Least time in ns of a step of a Simple ring between nodes. All-reduces of 1 and 2 GiB among 1,024 GPUs on
+InfiniBand took 9.5 and 9.9 us per step, although the bytes of a step take only 2.6 and 5.2 us
+(github.com/NVIDIA/nccl-tests, issue 322)."""
 NVLS_NS, NVLS_NET_NS = 25_000, 20_900
-"""``hwLatencies`` of NVLS inside a node, and of NVLSTree between nodes."""
+"""NCCL's ``hwLatencies`` in ns of NVLS inside a node, and of NVLSTree between nodes."""
 NVLS_SHARE = Fraction("0.765")
-"""An all-reduce's bytes over NVLink's payload: 275 of 360 GB/s on 8 H100, 123 of 160 on 8 H800
-(github.com/NVIDIA/nccl-tests, issue 212; github.com/NVIDIA/nccl, issue 1374)."""
+"""Rate of an NVLS all-reduce's bytes, as a share of NVLink's payload rate: 275 of 360 GB/s on 8 H100, 123 of
+160 GB/s on 8 H800 (github.com/NVIDIA/nccl-tests, issue 212; github.com/NVIDIA/nccl, issue 1374)."""
 DIRECT, NVLINK_GBPS = 4, 100
-"""GPUs that NVLink connects without a switch, and GB/s that PCIe does not reach."""
+"""Largest number of GPUs that NVLink connects without a switch, and a rate in GB/s that PCIe does not reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Constants of a GPU generation; triples are of one node, two, and more. GB/s."""
+    """NCCL's constants for a GPU generation.
+
+    Rates are in GB/s. Triples are for one node, for two nodes, and for more.
+    """
 
     ll_max: tuple[float, float, float]
-    """``llMaxBws``; beyond one node by the processor: Intel's for Volta and Hopper, AMD's for Ampere, as in NVIDIA's own systems."""
+    """NCCL's ``llMaxBws``: largest rate of LL. With several nodes it depends on the processor: Intel's for
+    Volta and Hopper, AMD's for Ampere, as in NVIDIA's own systems."""
     ring_ll128: tuple[float, float, float]
-    """``perChMaxRingLL128Bws``."""
+    """NCCL's ``perChMaxRingLL128Bws``: largest rate of a channel of a ring in LL128."""
     tree_ll128: tuple[float, float, float]
-    """``perChMaxTreeLL128Bws``."""
+    """NCCL's ``perChMaxTreeLL128Bws``: largest rate of a channel of a tree in LL128."""
     tree: tuple[float, float, float]
-    """``perChMaxTreeBws``."""
+    """NCCL's ``perChMaxTreeBws``: largest rate of a channel of a tree."""
     plateau: float
     channel_gbps: int
-    """GB/s of a channel inside a node."""
+    """Rate of a channel inside a node in GB/s."""
     nvls_tree: tuple[float, float, float] | None = None
-    """``perChMaxNVLSTreeBws``; none of GPUs without NVLS."""
+    """NCCL's ``perChMaxNVLSTreeBws``: largest rate of a channel of NVLSTree; ``None`` for GPUs without NVLS."""
 
 
 GENERATIONS = {
@@ -99,25 +109,25 @@ GENERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm with a protocol that NCCL may take for one collective."""
+    """An algorithm and a protocol that NCCL may choose for one collective, with their latency and rate."""
 
     method: Method
     protocol: Protocol
     latency_ns: int
     gbps: Fraction
-    """The collective's bytes over the rest of its time, in GB/s."""
+    """Rate in GB/s: the collective's bytes over its time without latency."""
 
     def total_ns(self, nbytes: int) -> Fraction:
-        """Latency and transfer of ``nbytes``."""
+        """Return the time of ``nbytes`` in ns, latency and transfer together."""
         return self.latency_ns + nbytes / self.gbps
 
 
 class Nccl:
-    """One kind of collective among some ranks, as NCCL of one GPU generation carries it out."""
+    """One kind of collective among some ranks, as NCCL carries it out on one GPU generation."""
 
     def __init__(self, generation: Generation, kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> None:
         self._generation, self._kind, self._size = generation, kind, len(ranks)
-        self._scale = len(ranks) if rows else 1  # NCCL counts what every rank has in the end
+        self._scale = len(ranks) if rows else 1  # NCCL counts the bytes that every rank has in the end
         members: dict[int, list[int]] = {}
         for rank in ranks:
             members.setdefault(links.node(rank), []).append(rank)
@@ -143,21 +153,24 @@ class Nccl:
         self._protocols = _left(links.environment.get("NCCL_PROTO", ""), PROTOCOLS)
 
     def choices(self, nbytes: int) -> list[Choice]:
-        """All choices for ``nbytes`` in every rank's buffer, each with the time that NCCL expects."""
+        """Return all choices for ``nbytes`` in every rank's buffer, with the latencies and rates that NCCL expects."""
         bus = self._bus_gbps if self.nodes == 1 else BELIEVED * self._bus_gbps
         pairs = [(method, protocol) for method in self._methods for protocol in self._protocols if _has(method, protocol)]
         return [self._of(method, protocol, nbytes, bus) for method, protocol in pairs or [("ring", "Simple")]]
 
     def choice(self, nbytes: int) -> Choice:
-        """The choice that NCCL expects to be fastest."""
+        """Return the choice that NCCL expects to be the fastest for ``nbytes``."""
         return min(self.choices(self._scale * nbytes), key=lambda choice: choice.total_ns(self._scale * nbytes))
 
     def cost(self, nbytes: int) -> Cost:
-        """Time of a collective of ``nbytes`` alone."""
+        """Return the time of a collective of ``nbytes`` that has its links to itself."""
         return self._cost(self.choice(nbytes), self._scale * nbytes)
 
     def route(self, nbytes: int, cost: Cost | None = None) -> Route:
-        """Time and ports of a collective of ``nbytes``; ``cost``: its measured time, by default the model's."""
+        """Return the time and ports of a collective of ``nbytes``.
+
+        ``cost``: its measured time; by default, the model's time is used.
+        """
         choice, total = self.choice(nbytes), self._scale * nbytes
         cost = cost or self._cost(choice, total)
         passes = {"ring": Fraction(self.steps, self._size), "nvls": Fraction(1)}.get(choice.method, 2)
@@ -175,7 +188,7 @@ class Nccl:
 
     @property
     def levels(self) -> int:
-        """Number of levels of a tree of nodes."""
+        """Number of levels of a tree of nodes; 0 for one node."""
         return self.nodes.bit_length() - 1
 
     def _cost(self, choice: Choice, nbytes: int) -> Cost:
@@ -192,7 +205,7 @@ class Nccl:
         return Cost(latency_ns, transfer_ns)
 
     def _of(self, method: Method, protocol: Protocol, nbytes: int, bus: Fraction) -> Choice:
-        """A method and a protocol, where ``bus`` GB/s pass between nodes, or inside the only one."""
+        """Return the choice of this method and protocol if ``bus`` GB/s pass between nodes, or inside the only one."""
         if method == "ring":
             return self._ring(protocol, nbytes, bus)
         if method == "tree":
@@ -205,7 +218,7 @@ class Nccl:
         return Choice(method, protocol, latency_ns, min(switch, between * Fraction(self._size, self.steps)))
 
     def _hop_ns(self, method: Literal["tree", "ring"], protocol: Protocol) -> int:
-        """Latency of a message between nodes; with one rank on each, a ring's is a tree's."""
+        """Return the latency in ns of a message between nodes; with one rank per node, a ring has a tree's."""
         own = NET_NS["tree" if self._size == self.nodes else method][PROTOCOLS.index(protocol)]
         return own + (2 if protocol == "Simple" else 1) * self._added_ns
 
@@ -251,7 +264,10 @@ class Nccl:
 
 
 def _methods(kind: Collective, environment: Mapping[str, str], nodes: int, *, is_switched: bool) -> tuple[Method, ...]:
-    """Algorithms that NCCL has for such a collective, the fastest first where several are as fast."""
+    """Return the methods that NCCL may use for this kind of collective.
+
+    NCCL takes the first of those that are equally fast.
+    """
     asked = environment.get("NCCL_ALGO", "")
     nvls = ["nvls" if nodes == 1 else "nvlstree"] if is_switched and environment.get("NCCL_NVLS_ENABLE") != "0" else []
     own = ["ring", "tree", *nvls] if kind == "all_reduce" else ["ring"]
@@ -260,9 +276,10 @@ def _methods(kind: Collective, environment: Mapping[str, str], nodes: int, *, is
 
 
 def _left(asked: str, names: tuple[_Name, ...]) -> tuple[_Name, ...]:
-    """The names that ``NCCL_ALGO`` or ``NCCL_PROTO`` allows: those that it lists, or after ``^`` all others.
+    """Return those of ``names`` that ``asked`` allows: those that it lists, or after ``^`` all others.
 
-    A list for each function (``allreduce:ring``) leaves all.
+    ``asked`` is the value of ``NCCL_ALGO`` or ``NCCL_PROTO``. With a list per function (``allreduce:ring``),
+    it allows all.
     """
     words = asked.lower().removeprefix("^").split(",")
     if not asked or ":" in asked:
@@ -276,9 +293,10 @@ def _has(method: Method, protocol: Protocol) -> bool:
 
 
 def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], links: Links) -> tuple[dict[Port, int], Fraction]:
-    """How often a share of the bytes passes each port, and that share, where all bytes pass every rank, node and rack once.
+    """Return how often a share of the collective's bytes passes each port, and that share.
 
-    ``members``: the ranks of each node, whose ``interfaces`` carry equal parts.
+    All bytes pass every rank, node and rack once. ``members``: ranks of each node. ``interfaces``: number of
+    interfaces that each node's ranks use; they carry equal parts.
     """
     parts = math.lcm(*interfaces.values())
     nodes = list(members)
@@ -299,5 +317,5 @@ def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], lin
 
 
 def _exact(value: float) -> Fraction:
-    """The decimal that a constant above is written as, not the double next to it."""
+    """Return the decimal as which a constant above is written, not the double next to it."""
     return Fraction(repr(value))

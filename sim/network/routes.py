@@ -1,4 +1,4 @@
-"""Routes: the time of every collective of a run on idle links, and the ports that it keeps busy; no clock is in it."""
+"""Routes: the time of every collective of a run on idle links, and the ports that it keeps busy; there is no clock."""
 
 import dataclasses
 from fractions import Fraction
@@ -13,13 +13,15 @@ from sim.network.nccl import GENERATIONS, Nccl
 from sim.network.work import Cost, Route, Work
 
 Way = Work | SegmentedRing | Measured | Nccl | MeasuredNccl
-"""One kind of collective among some ranks; its ``route`` is the time and the ports for a number of bytes in every rank's buffer."""
+"""Model of one kind of collective among some ranks. Its ``route`` returns the time and the ports for a number
+of bytes in every rank's buffer."""
 
 
 class Routes:
-    """The ways of collectives over a cluster's links, each worked out once.
+    """Routes of collectives over a cluster's links, each computed once.
 
-    A collective with all its ports to itself ends ``cost.latency_ns + half_up(cost.transfer_ns)`` after its start.
+    A collective with all its ports to itself ends ``cost.latency_ns + half_up(cost.transfer_ns)`` after its
+    start.
     """
 
     def __init__(self, links: Links) -> None:
@@ -29,10 +31,10 @@ class Routes:
         used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values())
         self._by_communicator = any(link is not None and link.flow_limit is not None for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
-        """Time to quantise a byte in INT8, and back."""
+        """Time in ns to quantise a byte to INT8 and back."""
 
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
-        """The way of ``operation`` among ``ranks``, of which the first is the root."""
+        """Return the route of ``operation`` among ``ranks``; the first rank is the root."""
         kind, rows = operation.kind, operation.payload == "rows"
         key = (kind, rows, ranks, operation.communicator if self._by_communicator else 0)
         sized = (*key, operation.nbytes, operation.wire_dtype)
@@ -50,7 +52,7 @@ class Routes:
 
 
 def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> Way:
-    """The model that ``links.collective`` names, for a collective of this kind among these ranks."""
+    """Return the model that ``links.collective`` names, for this kind of collective among ``ranks``."""
     name = links.collective
     if name == "measured":
         points = () if rows else links.points_among(kind, len(ranks))  # sizes were measured of equal parts, not of rows
@@ -65,9 +67,10 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
 
 
 def broadcast_ns(experiment: Experiment, nbytes: int) -> int:
-    """Time of a broadcast of ``nbytes`` from rank 0 to all trainers on idle links, as DDP does of a model's buffers.
+    """Return the time in ns of a broadcast of ``nbytes`` from rank 0 to all trainers on idle links.
 
-    Raises ``ConfigError`` for a link that is neither declared nor measured.
+    DDP broadcasts a model's buffers in this way. Raises ``ConfigError`` for a link that is neither declared
+    nor measured.
     """
     if experiment.cluster.trainers == 1:
         return 0

@@ -1,9 +1,9 @@
-"""Sharing: messages of trainers and parameter servers that are under way together divide the ports that they have in common.
+"""Sharing: how concurrent messages between trainers and parameter servers divide the ports that they share.
 
-Max-min fair, as long flows are: the rates of all rise together, and those on the first port that is
-full stay where they are while the others rise on (Bertsekas and Gallager, Data Networks, section 6.5.2).
-So n transfers have 1 / n of a port each, one that has less elsewhere leaves what it does not need, and
-transfers without a port in common know nothing of each other.
+Their speeds are max-min fair, like those of long flows. All speeds rise together until a port is full; those
+on that port stay as they are, and the others rise further (Bertsekas and Gallager, Data Networks, section
+6.5.2). So each of n transfers has 1 / n of a port, a transfer that is slower because of another port leaves
+the rest to the others, and transfers without a common port do not affect each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,15 @@ T = TypeVar("T")
 
 
 def fair_speeds(ports_of: Mapping[T, Sequence[Port]]) -> dict[T, Fraction]:
-    """The max-min fair speed of every transfer, as a share of its speed alone, at which it fills each of its ports."""
+    """Return the max-min fair speed of every transfer, as a share of its speed alone.
+
+    A transfer alone fills each of its ports.
+    """
     users: dict[Port, list[T]] = {}
     for transfer, ports in ports_of.items():
         for port in ports:
             users.setdefault(port, []).append(transfer)
-    crowds = list(dict.fromkeys(map(tuple, users.values())))  # ports alike are as one
+    crowds = list(dict.fromkeys(map(tuple, users.values())))  # ports with the same users count once
     speeds = {transfer: Fraction(1) for transfer, ports in ports_of.items() if not ports}
     while crowds:
         level, crowd = min(((_level(crowd, speeds), crowd) for crowd in crowds), key=itemgetter(0))
@@ -38,7 +41,7 @@ def fair_speeds(ports_of: Mapping[T, Sequence[Port]]) -> dict[T, Fraction]:
 
 
 def _level(crowd: Sequence[T], speeds: Mapping[T, Fraction]) -> Fraction:
-    """The speed of each transfer that still rises, where the port on which this crowd meets becomes full."""
+    """Return the speed at which those transfers of ``crowd`` that have none in ``speeds`` fill their common port."""
     known = [speeds[transfer] for transfer in crowd if transfer in speeds]
     return (1 - sum(known, Fraction(0))) / (len(crowd) - len(known))
 
@@ -49,21 +52,21 @@ class Transfer:
 
     ports: tuple[Port, ...]
     remaining_ns: Fraction
-    """Time that is left at the speed that it has alone."""
+    """Remaining time in ns at the speed that the transfer has alone."""
     end: Event
     since_ns: int
     speed: Fraction = Fraction(0)
     timer: Event | None = None
     due_ns: int | None = None
-    """Time at which the timer goes off; none while no timer is set."""
+    """Time in ns at which the timer goes off; ``None`` while no timer is set."""
 
 
 class SharedPorts:
-    """Transfers over ports that each carry 1 in all.
+    """Transfers over ports that each have a capacity of 1.
 
-    A transfer is under way from ``transfer`` until its event triggers. Whenever one starts or ends,
-    the progress of those that it shares with, directly or not, is integrated exactly; the time of
-    each end is rounded once.
+    A transfer is under way from ``transfer`` until its event triggers. Whenever one starts or ends, the
+    progress of all that share ports with it, directly or not, is integrated exactly; the time of each end is
+    rounded once.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -71,7 +74,7 @@ class SharedPorts:
         self._users: dict[Port, dict[Transfer, None]] = {}
 
     def transfer(self, ports: tuple[Port, ...], alone_ns: Fraction) -> Event:
-        """Start a transfer that would take ``alone_ns`` with its ports for itself; the event is its end."""
+        """Start a transfer that takes ``alone_ns`` with its ports to itself, and return the event of its end."""
         started = Transfer(ports, alone_ns, self._clock.event(), self._clock.now)
         for port in ports:
             self._users.setdefault(port, {})[started] = None
@@ -84,7 +87,7 @@ class SharedPorts:
         transfer.since_ns = now_ns
 
     def _connected(self, transfer: Transfer) -> dict[Transfer, None]:
-        """All that share a port with it, or with one that does; itself among them."""
+        """Return ``transfer`` and all transfers that share a port with it, directly or through others."""
         found: dict[Transfer, None] = {transfer: None}
         seen: set[Port] = set()
         waiting = [transfer]
@@ -101,18 +104,18 @@ class SharedPorts:
 
     def _share_among(self, transfers: Mapping[Transfer, None]) -> None:
         for transfer, speed in fair_speeds({user: user.ports for user in transfers}).items():
-            if transfer.due_ns == self._clock.now:  # it ends now, whatever else begins now: no order among these is a meaning
+            if transfer.due_ns == self._clock.now:  # it ends now: the order of events at one time must not matter
                 continue
             self._integrate(transfer)
             transfer.speed = speed
             remaining_ns = half_up(transfer.remaining_ns / transfer.speed)
-            delay_ns = max(remaining_ns, 0)  # below 0 where the end before this one was rounded up past it
+            delay_ns = max(remaining_ns, 0)  # below 0 if the previous end was rounded up past this one
             transfer.due_ns = self._clock.now + delay_ns
             transfer.timer = self._clock.timeout(delay_ns)
             transfer.timer.callbacks.append(partial(self._end, transfer))
 
     def _end(self, transfer: Transfer, timer: Event) -> None:
-        if timer is not transfer.timer:  # a transfer that started or ended since moved this end
+        if timer is not transfer.timer:  # another start or end has moved this end
             return
         others = self._connected(transfer)
         del others[transfer]

@@ -1,9 +1,11 @@
 """Turns: how collectives in flight together take the ports that they have in common.
 
-A collective's messages follow each other, each a latency after the one before. A turn is one of them, on every port that its
-collective passes. Ports carry turns in the order in which they arrive, so that one collective's bytes travel while another's latency
-passes: n messages of x ns and a latency of a ns take n (x + a) ns alone, and k such collectives max(n (x + a) + (k - 1) x, k n x + a).
-Where a collective has many messages, a turn stands for several; its latencies pass beside its bytes.
+A collective's messages follow each other, each a latency after the previous one. A turn is one message, on
+every port that its collective passes. A port carries turns in the order of their arrival, so that one
+collective's bytes travel during another's latency. Alone, a collective of n messages, each with x ns on the
+ports and a latency of a ns, takes n (x + a) ns; k such collectives take max(n (x + a) + (k - 1) x, k n x +
+a). If a collective has many messages, a turn stands for several, and the latencies between these keep no port
+busy.
 """
 
 from __future__ import annotations
@@ -15,56 +17,63 @@ from itertools import pairwise
 from typing import TypeVar
 
 MOST = 30
-"""Largest number of messages that have a turn each: those of a ring of 16 ranks."""
+"""Largest number of messages of a collective that have a turn each: an all-reduce on a ring of 16 ranks has as many."""
 FEW = 8
-"""Number of turns of a collective that has more messages, and of one whose bytes follow each other without a pause."""
+"""Number of turns of a collective that has more messages than ``MOST``, or whose bytes follow each other
+without a pause."""
 
 
 Time = TypeVar("Time", int, Fraction)
-"""Nanoseconds; a collective that compute slows is counted in parts of them."""
+"""Type of a time in ns: a fraction for a collective that compute slows down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Messages that take ports together; ns."""
+    """One or more messages that take their ports together. Times are in ns."""
 
     own_ns: int
-    """Time from their arrival at the ports until they have left, where nothing is in the way."""
+    """Time from the arrival of the messages at idle ports until they have left."""
     busy_ns: int
     """Part of ``own_ns`` for which the busiest port is busy."""
     then_ns: int
-    """Time from then until the next turn arrives, or the collective ends."""
+    """Time from when the messages have left until the next turn arrives, or the collective ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Two messages in flight, of which the next leaves when its receiver has told that it is done with the one before the last.
+    """Limit of two messages in flight.
 
-    What is told passes a device in which the sender's own data lies, up to ``queue_ns`` of it; see ``sim.network.gloo``.
+    A message leaves once its receiver has announced that it has processed the message before the previous
+    one. In a device, the announcement queues behind up to ``queue_ns`` of the receiver's own data; see
+    ``sim.network.gloo``.
     """
 
     latency_ns: int
     host_ns: int
-    """Time that the receiver takes to be done with a message that has come."""
+    """Time in ns that the receiver takes to process a message that has arrived."""
     queue_ns: int
 
     def next(self, arrived: Time, left: Time, done: Time) -> tuple[Time, Time]:
-        """The earliest time at which the next turn may leave, and the time at which the receiver is done with this one.
+        """Return when the next message may arrive at the ports, and when the receiver has processed this one.
 
-        ``done``: the time at which it is done with the one before.
+        This message arrives there at ``arrived`` and has left at ``left``; the previous one is processed at
+        ``done``.
         """
         behind = min(max(done, left), done + self.queue_ns) if arrived <= done else done
         return behind + self.latency_ns, max(done, left + self.latency_ns) + self.host_ns
 
 
 def taken_in_turns(latency_ns: int, busy_ns: int, messages: int) -> tuple[Turn, ...]:
-    """The turns of so many messages, each followed by its part of the latency; without messages all latency follows the last byte."""
+    """Return the turns of this many ``messages``, each followed by its part of the latency.
+
+    Without messages, all latency follows the last byte.
+    """
     if not messages:
         *others, last = taken_in_turns(0, busy_ns, FEW)
         return (*others, replace(last, then_ns=last.then_ns + latency_ns))
     messages = max(1, min(messages, busy_ns))
     number = messages if messages <= MOST else FEW
-    counts = [(messages - 1) * index // max(number - 1, 1) for index in range(number)]  # the last message goes by itself
+    counts = [(messages - 1) * index // max(number - 1, 1) for index in range(number)]  # the last message has its own turn
 
     def of(whole_ns: int, first: int, last: int) -> int:
         return whole_ns * last // messages - whole_ns * first // messages
@@ -80,10 +89,10 @@ def taken_in_turns(latency_ns: int, busy_ns: int, messages: int) -> tuple[Turn, 
 
 
 def busy_on(turn: Turn, load: Fraction) -> int:
-    """Time for which a port of this load is busy with a turn, rounded half up."""
+    """Return the time in ns for which ``turn`` keeps a port with this ``load`` busy, rounded half up."""
     return turn.busy_ns if load == 1 else (2 * turn.busy_ns * load.numerator + load.denominator) // (2 * load.denominator)
 
 
 def scaled(duration_ns: int, by: float) -> int:
-    """``duration_ns`` times ``by``. Exact where ``by`` is 1, because no float holds a very long duration."""
+    """Return ``duration_ns`` times ``by``: exactly if ``by`` is 1, because a float cannot hold a very long duration."""
     return duration_ns if by == 1.0 else math.floor(duration_ns * by + 0.5)

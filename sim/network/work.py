@@ -1,4 +1,4 @@
-"""Work: the messages of an algorithm for each byte of a collective, and the time and the ports that they take."""
+"""Work: an algorithm's messages per byte of a collective, and the time and the ports that they take."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ BITS_NS = 8 * 10**9
 Pair = tuple[int, int]
 """Sender and receiver of a message."""
 Round = tuple[Fraction, Sequence[Pair]]
-"""A share of the collective's bytes, and the messages that carry so much each: at most one from a rank and one to it, or all to one."""
+"""Share of the collective's bytes that each message of a round carries, and these messages. A rank sends and
+receives at most one of them, unless all go to one rank."""
 Kind = tuple[int, int | Fraction]
-"""Traffic of a port, in units of the work's, and the port's rate in bit/s."""
+"""Traffic of a port, in the units of ``Work._traffic``, and the port's rate in bit/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Cost:
 
     @property
     def total_ns(self) -> Fraction:
-        """Latency and transfer together."""
+        """Time in ns of latency and transfer together."""
         return self.latency_ns + self.transfer_ns
 
 
@@ -44,30 +45,34 @@ class Route:
 
     cost: Cost
     ports: tuple[Port, ...]
-    """The ports that it keeps busy, each once."""
+    """Ports that the collective keeps busy, each once."""
     loads: tuple[Fraction, ...]
-    """Part of the transfer for which each port is busy, at most 1; one object for all collectives of a kind."""
+    """Share of the transfer time for which each port is busy, at most 1. Equal loads of one ``Work`` are one
+    object, which an engine identifies by ``id``."""
     turns: tuple[Turn, ...]
-    """Its turns on the ports. Where nothing is in the way, they and ``first_ns`` together last as long as ``cost``."""
+    """Turns of the collective on its ports. On idle ports, ``first_ns`` and the turns together take as long
+    as ``cost``."""
     first_ns: int = 0
-    """Time from its start to the arrival of the first turn."""
+    """Time in ns from the collective's start to the arrival of its first turn."""
     window: Window | None = None
 
 
 class Work:
-    """The phases of an algorithm, one after the other, and the traffic that they bring to every port.
+    """Phases of an algorithm, one after the other, and their traffic on every port.
 
-    A phase takes as long as its longest chain of messages. Where messages of a round meet on a port, each of
-    them takes as long as all together. Ports of a rate with the same traffic are of one kind, and
-    fractions are worked out once a kind: a ring of ten thousand ranks has few.
+    A phase takes as long as its longest chain of messages. If several messages of a round pass the same port,
+    each of them takes as long as all of them together. Ports with the same rate and the same traffic are of
+    one kind, and fractions are computed once per kind, because even a ring of ten thousand ranks has few
+    kinds.
     """
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._phases: list[tuple[tuple[Pace, ...], int]] = []
-        """Phases, each with its number of messages one after the other; 0 where all are under way at once."""
+        """Phases: the candidates for the longest chain, and the number of messages one after the other; 0 if
+        all are under way at once."""
         self.hops: tuple[Pace, ...] = ()
-        """The different paces of a ring's messages; empty for other algorithms."""
+        """Distinct paces of a ring's messages; empty for other algorithms."""
         self._traffic: dict[Port, int] = {}
         """Share of the collective's bytes that passes each port, in units of 1 / ``_unit``."""
         self._unit = 1
@@ -84,9 +89,10 @@ class Work:
         return self
 
     def around(self, steps: int, share: Fraction, ring: Sequence[Pair]) -> Work:
-        """Add a ring whose ranks each send ``steps`` messages of so much of the collective's bytes, and pass on what they receive.
+        """Add a ring whose ranks each send ``steps`` messages with ``share`` of the collective's bytes.
 
-        It takes its longest chain of messages; see ``longest_chain``.
+        Ranks pass on what they receive. The ring takes as long as its longest chain of messages; see
+        ``longest_chain``.
         """
         hops = [pace for _, _, pace in self._paced(share, ring, times=steps)]
         self.hops = tuple(dict.fromkeys(hops))
@@ -95,23 +101,23 @@ class Work:
         return self
 
     def pipeline(self, latency_ns: int, share: Fraction, pairs: Sequence[Pair]) -> Work:
-        """Add messages in chunks so small that all are under way at once, after so much latency."""
+        """Add messages in chunks so small that all are under way at once, after a latency of ``latency_ns``."""
         self._phases.append(((Pace(latency_ns, max(pace.ns_per_byte for _, _, pace in self._paced(share, pairs))),), 0))
         return self
 
     def traffic(self, counts: Mapping[Port, int], share: Fraction) -> Work:
-        """Add what passes ports, so many times a share of the collective's bytes, whatever time it takes."""
+        """Add traffic that takes no time of its own: on each port, ``counts`` times ``share`` of the bytes."""
         self._rates |= {port: self._links.bits_per_s(port) for port in counts}
         self._add(counts, share)
         return self
 
     @property
     def bits_per_s(self) -> Fraction:
-        """Highest rate at which all bytes of a collective can pass the ports."""
+        """Highest rate, in bit/s, at which all bytes of a collective can pass the ports."""
         return min(Fraction(rate) * self._unit / traffic for traffic, rate in set(self._kinds().values()))
 
     def route(self, nbytes: int) -> Route:
-        """Time and ports of a collective of ``nbytes``."""
+        """Return the time and ports of a collective of ``nbytes``."""
         latency_ns, transfer_ns = 0, Fraction(0)
         turns: list[Turn] = []
         for paces, messages in self._phases:
@@ -122,7 +128,7 @@ class Work:
         return self.routed(Cost(latency_ns, transfer_ns), nbytes, turns)
 
     def routed(self, cost: Cost, nbytes: int | Fraction, turns: Iterable[Turn]) -> Route:
-        """The route of a collective of ``nbytes`` with this traffic, a given ``cost`` and given ``turns``."""
+        """Return the route of a collective of ``nbytes`` with this traffic and the given ``cost`` and ``turns``."""
         scale = nbytes * BITS_NS / cost.transfer_ns if cost.transfer_ns else None
         if scale not in self._loads:
             kinds = self._kinds()
@@ -135,7 +141,10 @@ class Work:
         return {port: (traffic, self._rates[port]) for port, traffic in self._traffic.items()}
 
     def _paced(self, share: Fraction, pairs: Sequence[Pair], times: int = 1) -> list[Message]:
-        """Messages of a round that happens so many times, each with its pace; their bytes count as traffic."""
+        """Return the messages of a round, each with its pace.
+
+        Their bytes count as traffic, ``times`` times.
+        """
         hops = [self._links.hop(sender, receiver) for sender, receiver in pairs]
         counts = Counter(port for hop in hops for port in _passed(hop))
         self._rates |= dict(hop.connection for hop in hops if hop.connection is not None)
@@ -146,7 +155,7 @@ class Work:
         return [(sender, receiver, paces[way]) for (sender, receiver), way in zip(pairs, ways, strict=True)]
 
     def _add(self, counts: Mapping[Port, int], share: Fraction) -> None:
-        """Count a share of the collective's bytes on each port, as often as ``counts`` says."""
+        """Count ``share`` of the collective's bytes on each port, as often as ``counts`` says."""
         unit = math.lcm(self._unit, share.denominator)
         if unit != self._unit:
             scale = unit // self._unit
@@ -158,10 +167,10 @@ class Work:
 
 
 def _passed(hop: Hop) -> tuple[Port, ...]:
-    """A hop's ports, and its connection where that is limited."""
+    """Return a hop's ports, and its connection if that is limited."""
     return hop.ports if hop.connection is None else (*hop.ports, hop.connection[0])
 
 
 def _busy(count: int, rate: int | Fraction) -> Fraction:
-    """Nanoseconds that a port is busy with so many bytes."""
+    """Return the time in ns for which ``count`` bytes keep a port of ``rate`` bit/s busy."""
     return Fraction(count * BITS_NS) / rate

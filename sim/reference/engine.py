@@ -1,4 +1,4 @@
-"""Entrance of the reference engine: trainers on SimPy's clock, decided on by the strategy's own ``on``."""
+"""Entry point of the reference engine: runs trainers on SimPy's clock, with the strategy's own decisions."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ from sim.scenario import Scenario
 def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]) -> Execution:
     """Run all trainers to their last step.
 
-    ``step_done`` is called at the end of each step of rank 0 with the number that it has done. Raises
-    ``ConfigError`` for more events than the clock handles in minutes.
+    ``step_done`` is called at the end of each step of rank 0, with the number of steps that it has done.
+    Raises ``ConfigError`` for more events than the clock handles in minutes.
     """
     plan = scenario.plan
     events = plan.trainers * len(scenario.steps) * (1 + len(plan.exchange))
@@ -41,7 +41,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
         plan=plan,
         begin_ns=min(record.start_ns for record in records if record.step >= 1),
         end_ns=max(record.end_ns for record in records),
-        # the last one stays
+        # sorted, so that the latest end of each step stays
         step_ends_ns={record.step: record.end_ns for record in sorted(records, key=lambda record: record.end_ns)},
         table=steps_table(records),
         spans=() if spans is None else tuple(spans.kept),

@@ -1,4 +1,4 @@
-"""Network: collectives of trainers, and the cluster's links that carry them, alone and beside others.
+"""Network: collectives of trainers, and the cluster's links that carry one or several of them at a time.
 
 A collective takes its ports in turns, first come, first served (``sim.network.turns``). It is slower while
 its ranks compute, and while several are in flight, as far as measurements show. Collectives inside two nodes
@@ -39,7 +39,7 @@ class Computing:
         """Collectives in flight, with their ranks."""
 
     def begins(self, rank: int) -> None:
-        """A rank's forward begins."""
+        """Record that a rank starts to compute or continues."""
         self._change(rank, self._ranks.add)
 
     def ends(self, rank: int) -> bool:
@@ -62,7 +62,7 @@ class Computing:
 
 
 class OwnTime:
-    """Progress of a collective by itself, at the pace that its ranks' compute allows, in ns.
+    """Progress in ns of a collective by itself, at the pace that its ranks' compute allows.
 
     It is integrated exactly, and the time of each mark that is reached is rounded once.
     """
@@ -76,7 +76,7 @@ class OwnTime:
 
     @property
     def now(self) -> Fraction:
-        """Time in ns that has passed since its start."""
+        """Progress in ns since the collective's start."""
         return self._passed_ns + (self._clock.now - self._since_ns) * self.pace
 
     def change(self, pace: Fraction) -> None:
@@ -89,7 +89,7 @@ class OwnTime:
             self._changed = None
 
     def reach(self, mark_ns: Fraction | int) -> Generator[Event, object, None]:
-        """Wait for a mark."""
+        """Wait until the progress reaches ``mark_ns``."""
         while (left_ns := half_up((mark_ns - self.now) / self.pace)) > 0:
             self._due_ns, self._changed = self._clock.now + left_ns, self._clock.event()
             reached = self._clock.timeout(left_ns)
@@ -100,7 +100,7 @@ class OwnTime:
 
 
 class Network:
-    """The cluster's links as collectives use them, beside the ranks' compute."""
+    """The cluster's links, which carry collectives while ranks compute."""
 
     def __init__(self, clock: Clock, links: Links, computing: Computing | None = None) -> None:
         self._clock = clock
@@ -125,8 +125,8 @@ class Network:
 
     def _turns(self, route: Route, own: OwnTime, place: tuple[int, int]) -> Generator[Event, object, None]:
         arrives, done = Fraction(route.first_ns), Fraction(0)
-        """Times of the next turn's arrival, and of the receiver's end of the previous message; see
-        ``Window``."""
+        """Progress in ns at which the next turn arrives, and at which the receiver is done with the previous
+        message; see ``Window``."""
         for turn in route.turns:
             yield from own.reach(arrives)
             yield self._next_of(place)
@@ -160,9 +160,9 @@ class Network:
             served.succeed()
 
     def _take(self, route: Route, turn: Turn) -> tuple[int, float]:
-        """Occupy the ports.
+        """Occupy the ports of a route with a turn.
 
-        Returns the time in ns at which all have carried the turn, 0 if that is no later than alone; and the
+        Returns the time in ns at which all ports have carried the turn, or 0 if nothing delays it; and the
         factor on latencies.
         """
         now_ns, latest_ns, latencies = self._clock.now, 0, 1.0
@@ -179,7 +179,7 @@ class Network:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """One collective of some ranks: how many are still missing, its start and its end."""
+    """One collective of some ranks: the number that has not joined yet, its start and its end."""
 
     operation: Operation
     absent: int
@@ -187,7 +187,7 @@ class Meeting:
     """Event at which the network starts to carry it."""
     end: Event
     waits: dict[Event, None] = field(default_factory=dict)
-    """Events that it must wait for: what its ranks have in flight that comes before it."""
+    """Events before which it cannot start, such as the ends of the collectives that it comes after."""
     after: dict[Meeting, None] = field(default_factory=dict)
     met_ns: int = 0
     """Time in ns at which the last rank had joined it and the collectives that it comes after."""

@@ -25,22 +25,22 @@ from sim.scenario import Scenario
 
 Waits = Generator[Event, object, None]
 UPDATE = "update"
-"""Stream of updates that run beside compute."""
+"""Timeline stream of updates that run in parallel with compute."""
 
 
 class Trainer:
-    """A trainer that computes, tells its strategy about events, and executes the operations that it returns.
+    """A trainer that computes, reports events to its strategy, and executes the operations that it returns.
 
-    A step: read results back and the batch, as ``StepHead`` says; forward; backward, in which buckets become
-    ready one after the other; then the operations of the backward's end, an epoch's end and the end of
-    training.
+    A step begins with its head, in which results are read back and the batch is taken (``StepHead``). Then
+    come the forward; the backward, in which buckets become ready one after the other; and the operations at
+    the end of the backward, of an epoch and of training.
 
-    Collectives run beside compute from the moment the trainer joins them, unless execution is sequential. A
-    bucket's own update runs beside compute, too. A ``gate`` holds compute up, which is stall. Other local
-    operations first wait for the operations they come after, which is stall, too. The part of the bucket
-    updates that lies after compute is update; the rest of the time until the last of them is stall.
-    ``OwnWork`` gives the durations of the rank's own operations. Those that were not measured take no time,
-    because they are part of what was measured beside them.
+    Collectives run in parallel with compute from the moment the trainer joins them, unless execution is
+    sequential. So does a bucket's own update. A ``gate`` holds compute up, which counts as stall. Other local
+    operations first wait for the operations they come after, which counts as stall, too. The part of the
+    bucket updates that lies after compute counts as update; the rest of the time until the last of them ends
+    is stall. ``OwnWork`` gives the durations of the rank's own operations. Those that were not measured take
+    no time, because the durations of others include them.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Trainer:
             self._tally.span(name, start_ns, self._clock.now)
 
     def _work(self, took_ns: int) -> Waits:
-        """Be busy. After compute, the time is the step's update."""
+        """Spend time on own work. After compute, the time is the step's update."""
         if took_ns:
             start_ns = self._clock.now
             yield self._clock.timeout(took_ns)
@@ -206,7 +206,7 @@ class Trainer:
         self._tally.stalls(self._clock.now, _met_ns(meetings))
 
     def _update(self, took_ns: int, after: Sequence[Meeting], before: Event | None) -> Waits:
-        """Update beside compute, after these collectives and after the update ``before`` it."""
+        """Update a bucket in parallel with compute, once ``after`` and the update ``before`` it have ended."""
         yield self._clock.all_of([*(meeting.end for meeting in after), *([] if before is None else [before])])
         start_ns = self._clock.now
         yield self._clock.timeout(took_ns)
@@ -272,12 +272,12 @@ class Tally:
 
 
 def _met_ns(meetings: Sequence[Meeting]) -> int:
-    """Return when the last rank joined ``meetings`` and the collectives before them, in ns; 0 without meetings."""
+    """Return the time in ns at which the last rank joined ``meetings`` and the collectives before them; 0 if empty."""
     return max((meeting.met_ns for meeting in meetings), default=0)
 
 
 class Progress:
-    """The compute of one step, in ns that it takes undisturbed.
+    """Progress of one step's compute, in ns of undisturbed compute.
 
     A step starts at 0 with ``begin`` and proceeds only during ``reach``: whatever happens between two calls
     holds compute up. While collectives of the rank are in flight, compute takes 1 + ``contention`` times as
@@ -296,7 +296,7 @@ class Progress:
         """Time in ns of the last change of pace, and the pace before it."""
 
     def begin(self) -> None:
-        """Start a step, of which nothing has been computed."""
+        """Start a step, with nothing computed yet."""
         self._done_ns = 0
 
     def slows_during(self, start: Event, end: Event) -> None:

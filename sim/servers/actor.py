@@ -1,4 +1,4 @@
-"""Actor: a role of a job on the simulated clock, which does one thing after the other; and the job that all of them execute."""
+"""Actor: a role of a job on the simulated clock, which does one thing after the other; and the job of all roles."""
 
 import hashlib
 from collections import deque
@@ -19,29 +19,33 @@ from sim.servers.traffic import Part, Traffic
 
 
 class Costs(Protocol):
-    """Nanoseconds that an operation takes, asked once per operation, in the order in which they begin."""
+    """Times of operations, requested once per operation, in the order in which operations begin."""
 
     def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:
-        """``nbytes``: of the push, or of the answer, that a server's operation is about; 0 where it is about none."""
+        """Return the time in ns that an operation takes.
+
+        ``nbytes``: bytes of the push or answer that a server's operation handles, or of a header; 0 for other
+        roles.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A time for every message that a server hears about, and one for every byte; trainers' and senders' own work."""
+    """Times of a server's work per message and per byte, and of trainers' and senders' own work."""
 
     push_ns: int = 0
-    """A server's work on a push, however small."""
+    """Time in ns of a server's work on each push, whatever its size."""
     push_ns_per_byte: float = 0.0
     answer_ns: int = 0
-    """Time of a server's work on each answer to a pull or look-up, whatever its size."""
+    """Time in ns of a server's work on each answer to a pull or look-up, whatever its size."""
     answer_ns_per_byte: float = 0.0
     update_ns: int = 0
-    """A trainer's own update, in GeoSGD."""
+    """Time in ns of a trainer's own update, in GeoSGD."""
     merge_ns: int = 0
-    """A sender's work on a push."""
+    """Time in ns of a sender's work on a push."""
     install_ns: int = 0
-    """A sender's work on what it pulled."""
+    """Time in ns of a sender's work on pulled parameters."""
 
     def took_ns(self, role: Role, rank: int, operation: Operation, nbytes: int) -> int:  # noqa: ARG002  # all ranks alike
         """See ``Costs``."""
@@ -58,10 +62,12 @@ class Linear:
 
 
 def costs_of(table: LayerTable, gradient_bytes: int, host_ns_per_byte: float = 0.0) -> Linear:
-    """Costs from a layer table: an update over all parameters takes ``table.update``, one over a part its share by bytes.
+    """Return the costs from a layer table.
 
-    ``gradient_bytes``: of one step's gradient over all servers together. ``host_ns_per_byte``: a server's own work on what it
-    receives and sends.
+    An update of all parameters takes ``table.update``, and an update of a part its share by bytes.
+
+    ``gradient_bytes``: bytes of one step's gradient over all servers. ``host_ns_per_byte``: a server's own
+    time for each byte that it receives or sends.
     """
     return Linear(
         push_ns_per_byte=(table.update / gradient_bytes if gradient_bytes else 0.0) + host_ns_per_byte,
@@ -77,31 +83,31 @@ class Job:
 
     rules: ServerRules
     table: LayerTable
-    """Times of reading a batch, forward and backward. Those of updates are in ``costs``."""
+    """Times of reading a batch, of the forward and of the backward. Times of updates are in ``costs``."""
     traffic: Traffic
     costs: Costs
     hosts: Hosts
     steps: range
-    """Warm-up and counted steps; the counted ones start at 1."""
+    """Numbers of the warm-up and counted steps; the counted ones start at 1."""
     draws: tuple[tuple[int, ...], ...]
-    """X in units of 2^-24, by rank and step."""
+    """Straggler draws X in units of 2^-24, by rank and step."""
     fetch_every: int = 1
-    """Steps between two moments at which results are read back from the device."""
+    """Number of steps between two reads of results from the device."""
     waits_each_step: bool = False
-    """A trainer waits after every step for its own push, and the pull after it: the closed loop."""
+    """Whether a trainer waits after every step for its own push and the pull after it (a closed loop)."""
 
 
 class Act(NamedTuple):
-    """A role's operation on parameters, gradients or deltas that has ended; or ``forward``, as a trainer's begins."""
+    """Ended operation of a role on parameters, gradients or deltas; or ``forward``, when a trainer's begins."""
 
     role: Role
     rank: int
     kind: str
     payload: str | None = None
     of: int | None = None
-    """The trainer that a server has done it for; none: all whose gradients have come."""
+    """Rank of the trainer for which a server acted; ``None`` for all whose gradients have arrived."""
     num: int = 0
-    """Gradients that it is about."""
+    """Number of gradients that the act handles."""
     divisor: int = 1
 
 
@@ -113,7 +119,7 @@ _ACTS = frozenset(
 
 
 def act_of(role: Role, rank: int, operation: Operation) -> Act | None:
-    """The act that an operation is; none where it changes and tells nothing that is trained."""
+    """Return the act that an operation is; ``None`` if it neither changes nor sends anything that is trained."""
     kind = str(operation.payload) if operation.kind == "send" else operation.kind
     if (role, kind) not in _ACTS:
         return None
@@ -121,24 +127,26 @@ def act_of(role: Role, rank: int, operation: Operation) -> Act | None:
 
 
 class Order:
-    """A job's acts, in the order in which they happened: with the data, all that its training depends on.
+    """Acts of a job, in the order in which they happened. With the data, they determine its training.
 
-    Messages between two roles arrive as they were sent, so that the acts say what each of them carried.
+    Messages between two roles arrive in the order in which they were sent, so the acts determine what each
+    message carried.
     """
 
     def __init__(self) -> None:
         self.acts: list[Act] = []
         self._known: dict[Act, Act] = {}
-        """There are few different ones, each of which is one object."""
+        """The distinct acts, each stored as one object; there are few."""
 
     def add(self, act: Act) -> None:
-        """One more."""
+        """Add an act."""
         self.acts.append(self._known.setdefault(act, act))
 
     def digest(self) -> str:
-        """Hexadecimal. Equal where every server, and every trainer with its sender, has done the same acts one by one.
+        """Return a hexadecimal digest of the order of acts.
 
-        With look-ups, where all acts are in one order: an evaluation reads tables from the servers.
+        It is equal if every server, and every trainer with its sender, did the same acts in the same order;
+        with look-ups, if all roles together did, because an evaluation reads tables from the servers.
         """
         whole = any(act.kind == "rows" for act in self._known)
         digests: dict[tuple[bool, int], Any] = {}
@@ -150,11 +158,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Sizes and versions that come with a message."""
+    """Sizes and versions that accompany a message."""
 
     nbytes: int = 0
     versions: tuple[int, ...] = ()
-    """For each gradient of a push, updates that the server had made in what it was computed from."""
+    """For each gradient of a push, the number of the server's updates in the parameters that it was computed from."""
     part: Part = (0, 0, 0)
     """Steps whose gradients a push holds."""
     answer_nbytes: int = 0
@@ -163,33 +171,33 @@ class Carried:
 
 NOTHING = Carried()
 Post = Callable[[int, Message, Carried], None]
-"""Carries a message, and what comes with it, to a server of this number."""
+"""Function that sends a message, with what it carries, to the server of this number."""
 Answer = Callable[[str, int, Message, Carried], None]
-"""Carries a message, and what comes with it, to a trainer or sender, named by role and rank."""
+"""Function that sends a message, with what it carries, to a trainer or sender, named by role and rank."""
 
 
 class Actor:
-    """Hears events in the order in which they come, and does what is decided.
+    """A role that handles events in order of arrival, and executes the operations that its decider starts.
 
-    Idle, until ``hear``; then busy: while an operation takes its time, what comes in waits. An event
-    is decided on when the work on all before it has ended.
+    It is idle until ``hear``, then busy until no work is left. The decider gets an event once the work on all
+    earlier ones has ended.
     """
 
     def __init__(self, clock: Clock, decider: RoleDecider, job: Job) -> None:
         self.decider = decider
         self.spans: list[Span] = []
         self.order: Order | None = None
-        """Where acts are noted."""
+        """Order to which acts are added; ``None`` to record no acts."""
         self._clock = clock
         self._job = job
         self._inbox: deque[tuple[Event, Carried]] = deque()
         self._to_do: deque[Operation] = deque()
         self._busy = False
         self._took_ns = 0
-        """By the operation that has just ended."""
+        """Time in ns of the operation under way, or of the one that has just ended."""
 
     def hear(self, event: Event, carried: Carried = NOTHING) -> None:
-        """An event, with what comes with it."""
+        """Receive an event, with what its message carries."""
         self._inbox.append((event, carried))
         if not self._busy:
             self._busy = True
@@ -222,10 +230,10 @@ class Actor:
         self._do(operation)
 
     def _begin(self, event: Event, carried: Carried) -> None:
-        """The event is decided on next."""
+        """Prepare for an event that the decider gets next."""
 
     def _idle(self) -> None:
-        """There is nothing left to do."""
+        """Called when no work is left."""
 
     def _nbytes(self, operation: Operation) -> int:  # noqa: ARG002  # a server overrides it
         """See ``Costs``."""

@@ -1,11 +1,13 @@
-"""Server ports: transfers between hosts of trainers and hosts of servers share links at a cost that does not grow with their number.
+"""Server ports: transfers between trainers and servers share links, at a cost that does not grow with their number.
 
-A connection of ``Wires`` carries its messages one after the other; connections that have a host's link in common share it (max-min; see
-``sim.network.sharing``). A message arrives a link's latency after its last byte, and at once between two processes of one host.
+A connection of ``Wires`` carries its messages one after the other. Connections that have a host's link in
+common share it (max-min fair; see ``sim.network.sharing``). A message arrives one latency of the link after
+its last byte; between two processes of one host, it arrives at once.
 
-Every transfer passes one port of a server and one of a trainer's host. Where servers' ports have more users than trainers' ports, the
-max-min fair speed is one n-th of the server's port for each of its n users. So a single number, how far a user has come that was there
-from the beginning, stands for all users of a port, and the next to end is the first of a heap. ``SharedPorts`` visits all users at every
+Every transfer passes one port of a server and one of a trainer's host. While servers' ports have more users
+than trainers' ports, the max-min fair speed is one n-th of the server's port for each of its n users. So all
+users of a port progress equally, and a single number tracks them: the progress of a user that has been there
+from the beginning. The next user to end is the first of a heap. ``SharedPorts`` visits all users at every
 start and end instead; times are equal to the nanosecond.
 """
 
@@ -30,43 +32,44 @@ from sim.network.work import BITS_NS
 
 @dataclass(slots=True, eq=False)
 class _Crowd:
-    """The users of a server's port.
+    """Users of a server's port: the transfers that pass it.
 
-    It begins ``apart``, when each user has a timer of its own in ``SharedPorts``; then all users progress together.
+    While the crowd is ``apart``, as it is at first, each has its own timer; otherwise all progress together.
     """
 
     port: Port
     beside: Counter[Port] = field(default_factory=Counter)
-    """Other servers' ports, by the number of pairs of transfers that share a trainer's port."""
+    """Other servers' ports, each with the number of pairs of transfers, one to each server, that share a
+    trainer's port."""
     apart: bool = True
     done_ns: Fraction = Fraction(0)
-    """Progress of a user that was there from the beginning, at the speed alone."""
+    """Progress of a user that has been there from the beginning, as time in ns at the speed that it has alone."""
     since_ns: int = 0
     num: int = 1
-    """Users since then."""
+    """Number of users since ``since_ns``."""
     waiting: list[tuple[Fraction, int, Transfer]] = field(default_factory=list)
-    """A heap: at which ``done_ns`` a transfer ends, a number, and the transfer."""
+    """Heap of transfers, each with the ``done_ns`` at which it ends and a number that breaks ties."""
     timer: Event | None = None
-    """Goes off when the first of them ends."""
+    """Event at the end of the first transfer in ``waiting``."""
 
     def advance(self, now_ns: int) -> None:
-        """All users come to ``now_ns``."""
+        """Advance the progress of all users to ``now_ns``."""
         self.done_ns += Fraction(now_ns - self.since_ns, self.num)
         self.since_ns = now_ns
 
     def add(self, transfer: Transfer, number: int) -> None:
-        """A transfer is a user from now on."""
+        """Add a transfer as a user from now on."""
         heapq.heappush(self.waiting, (self.done_ns + transfer.remaining_ns, number, transfer))
 
     def next_due_ns(self) -> int | None:
-        """When the first user ends, rounded once; see ``SharedPorts``."""
+        """Return when the first user ends, in ns, rounded once as in ``SharedPorts``; ``None`` without users."""
         if not self.waiting:
             return None
         return self.since_ns + max(half_up((self.waiting[0][0] - self.done_ns) * self.num), 0)
 
 
 class ServerPorts(SharedPorts):
-    """``SharedPorts`` for transfers of which each passes one port of a server's host, on which no trainer is."""
+    """``SharedPorts`` for transfers that each pass one port of a host with servers and without trainers."""
 
     def __init__(self, clock: Clock, servers: Collection[int]) -> None:
         super().__init__(clock)
@@ -74,9 +77,9 @@ class ServerPorts(SharedPorts):
         self._crowds: dict[Port, _Crowd] = {}
         self._numbers = count()
         self._trainers_ports = Counter[int]()
-        """Trainers' ports by the number of their users."""
+        """Number of trainers' ports, by their number of users."""
         self._most = 0
-        """Users of a trainer's port, at most."""
+        """Largest number of users of a trainer's port."""
 
     def transfer(self, ports: tuple[Port, ...], alone_ns: Fraction) -> Event:
         """See ``SharedPorts``."""
@@ -99,7 +102,7 @@ class ServerPorts(SharedPorts):
         self._share(crowds, transfer)
 
     def _sides(self, ports: tuple[Port, ...]) -> tuple[Port, Port]:
-        """The server's port and the trainer's."""
+        """Return the server's port and the trainer's port."""
         first, second = ports
         return (first, second) if first[1] in self._servers else (second, first)
 
@@ -109,7 +112,7 @@ class ServerPorts(SharedPorts):
         return self._crowds[port]
 
     def _reached_from(self, ports: tuple[Port, ...]) -> list[_Crowd]:
-        """All crowds whose users share a port with a transfer over ``ports``, directly or not."""
+        """Return all crowds whose users share a port with a transfer over ``ports``, directly or through others."""
         server, trainer = self._sides(ports)
         found = {server: self._crowd(server)} | {port: self._crowds[port] for port in map(self._server_of, self._users.get(trainer, ()))}
         waiting = [crowd for crowd in found.values() if crowd.beside]
@@ -124,7 +127,7 @@ class ServerPorts(SharedPorts):
         return self._sides(transfer.ports)[0]
 
     def _change(self, transfer: Transfer, more: int) -> None:
-        """A transfer becomes a user of its ports, or is one no longer."""
+        """Make a transfer a user of its ports (``more`` = 1), or remove it from them (-1)."""
         server, trainer = self._sides(transfer.ports)
         users = self._users.setdefault(trainer, {})
         for other in users:
@@ -165,7 +168,7 @@ class ServerPorts(SharedPorts):
             self._settle(self._reached_from(crowd.waiting[0][2].ports))
 
     def _share(self, crowds: list[_Crowd], origin: Transfer) -> None:
-        """From now on, all that share have the speeds that their numbers leave them."""
+        """Set the speeds of all users of ``crowds`` from now on, after ``origin`` has started or ended."""
         busy = []
         for crowd in crowds:
             if self._users.get(crowd.port):
@@ -181,7 +184,7 @@ class ServerPorts(SharedPorts):
         self._share_among({user: None for user in self._connected(origin) if not user.end.triggered})
 
     def _gather(self, crowd: _Crowd, origin: Transfer) -> None:
-        """All users of a port progress together."""
+        """Let all users of a port progress together; ``origin`` has started or ended."""
         now_ns, users = self._clock.now, self._users[crowd.port]
         if crowd.apart:
             crowd.apart, crowd.done_ns, crowd.since_ns, crowd.waiting = False, Fraction(0), now_ns, []
@@ -200,7 +203,7 @@ class ServerPorts(SharedPorts):
             timer.callbacks.append(partial(self._ring, crowd))
 
     def _disperse(self, crowd: _Crowd) -> None:
-        """Each user of a port has its own timer."""
+        """Let each user of a port progress on its own; ``_share_among`` sets its timer."""
         if crowd.apart:
             return
         crowd.advance(self._clock.now)
@@ -214,16 +217,16 @@ Arrived = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """Where trainers and servers live, and the links of hosts, each way."""
+    """Hosts on which trainers and servers run, and the link of every host, with its full rate in each direction."""
 
     trainers: tuple[int, ...]
-    """Host of every trainer, and of its sender."""
+    """Number of the host of every trainer, and of its sender."""
     servers: tuple[int, ...]
     link: Link
 
 
 class Wires:
-    """Carries messages; ``send`` returns at once, and what it is given is called when the message has arrived."""
+    """Carries messages: ``send`` returns at once, and its callback is called when the message has arrived."""
 
     def __init__(self, clock: Clock, hosts: Hosts) -> None:
         self._clock = clock
@@ -231,21 +234,21 @@ class Wires:
         apart = set(hosts.servers).isdisjoint(hosts.trainers)
         self._ports = ServerPorts(clock, hosts.servers) if apart else SharedPorts(clock)
         self._connections: defaultdict[Hashable, deque[tuple[int, Arrived]]] = defaultdict(deque)
-        """Messages of each, by their bytes; the first is under way."""
+        """Messages of each connection, as bytes and callback; the first is under way."""
         self._alone_ns: dict[int, Fraction] = {}
-        """Nanoseconds that a message takes alone, by its bytes."""
+        """Time in ns that a message takes with its ports to itself, by its bytes."""
 
     def at_once(self, arrived: Arrived) -> None:
-        """A message within a process."""
+        """Deliver a message inside a host, at the current time."""
         self._clock.timeout(0).callbacks.append(lambda _: arrived())
 
     def send(self, connection: Hashable, source: int, target: int, nbytes: int, arrived: Arrived) -> None:
-        """``nbytes`` from host ``source`` to host ``target``, after what ``connection`` carries already."""
+        """Send ``nbytes`` from host ``source`` to host ``target``, after all that ``connection`` carries already."""
         if source == target:
             self.at_once(arrived)
             return
         line, link = self._connections[connection], self._hosts.link
-        if not nbytes and not line:  # it takes no other message's part of a link
+        if not nbytes and not line:  # it takes nothing of the link's rate
             self._clock.timeout(link.latency).callbacks.append(lambda _: arrived())
             return
         line.append((nbytes, arrived))

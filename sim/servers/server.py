@@ -1,4 +1,4 @@
-"""Server: a shard of the parameters, a queue of what trainers want of it, and what was seen of both."""
+"""Server: a parameter server on the simulated clock, and its load."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from sim.servers.actor import NOTHING, Actor, Answer, Carried, Job
 from sim.servers.traffic import Part
 
 SERVER = "server"
-"""The stream of a server's work; its rank in a timeline stands after the trainers'."""
+"""Name of the stream of a server's work in a timeline, where servers' ranks follow the trainers'."""
 _PUSHES = ("gradient", "delta")
 
 
@@ -26,9 +26,9 @@ class Server(Actor):
         self.load = Load()
         self._answer = answer
         self._carried = NOTHING
-        """By the message that is worked on."""
+        """Sizes and versions of the message that the server works on."""
         self._arrived_nbytes = 0
-        """Bytes of the gradients of a round."""
+        """Bytes of the gradients that have arrived in a synchronous round."""
         self._changed: list[list[Part]] = [[] for _ in range(job.rules.trainers)]
 
     @property
@@ -87,14 +87,15 @@ class Load:
     until_ns: int = 0
     busy_ns: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Gradients, or GeoSGD's pushes, by the number of updates between the parameters that they came from and their own."""
+    """Number of gradients, or of pushes in GeoSGD, by the number of updates between the parameters that they
+    were computed from and their own."""
 
     @property
     def told(self) -> ServerLoad:
-        """The load as a real server reports it."""
+        """Load in the form that a real server reports."""
         return ServerLoad(span_s=(self.until_ns - self.since_ns) / 1e9, busy_s=self.busy_ns / 1e9, staleness=self.staleness)
 
     def worked(self, took_ns: int, now_ns: int) -> None:
-        """Count ``took_ns`` of work that ends now, except for what was before ``since_ns``."""
+        """Count ``took_ns`` of work that ends at ``now_ns``, except for the part before ``since_ns``."""
         self.until_ns = now_ns
         self.busy_ns += min(took_ns, now_ns - self.since_ns)

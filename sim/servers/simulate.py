@@ -1,4 +1,4 @@
-"""simulate_servers: how long an experiment with parameter servers will take, event by event on SimPy's clock; and the job that it is."""
+"""Simulation of an experiment with parameter servers, event by event on SimPy's clock; and its job."""
 
 import dataclasses
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def simulate_servers(
     job: Job | None = None,
     order: Order | None = None,
 ) -> Execution:
-    """Execute an experiment with ``mode = "ps"``, or the ``job`` that was made of it, on a simulated clock; see ``sim.run.simulate``."""
+    """Simulate an experiment with ``mode = "ps"``, or the ``job`` that was made from it; see ``sim.run.simulate``."""
     if engine not in SERVER_ENGINES:
         what = 'does not go with strategy.mode = "ps", whose servers and trainers are simulated event by event'
         raise ConfigError(what, "engine", repr(engine), f"one of {', '.join(SERVER_ENGINES)}")
@@ -66,7 +66,7 @@ def simulate_servers(
         plan=Plan(trainers=len(job.draws), buckets=(), exchange=(), groups=(("world", world_of(len(job.draws))),)),
         begin_ns=min(record.start_ns for record in found.records if record.step >= 1),
         end_ns=max(record.end_ns for record in found.records),
-        step_ends_ns={record.step: record.end_ns for record in sorted(found.records, key=lambda record: record.end_ns)},  # the last stays
+        step_ends_ns={record.step: record.end_ns for record in sorted(found.records, key=lambda record: record.end_ns)},  # the latest stays
         table=steps_table(found.records),
         spans=found.spans if keeps else (),
         no_spans=None if keeps or not wanted.most_spans else too_many(f"{len(found.spans):,}", wanted.most_spans),
@@ -78,10 +78,10 @@ def simulate_servers(
 
 
 def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traffic | None = None) -> Job:
-    """Resolve an experiment with ``mode = "ps"``.
+    """Return the job of an experiment with ``mode = "ps"``.
 
-    ``costs`` and ``traffic`` are the layer table's, where no profile has better ones. Raises
-    ``ConfigError`` for a field that is not simulated, or a missing profile or link.
+    ``costs`` and ``traffic``: by default, those of the layer table. Raises ``ConfigError`` for a field that
+    is not simulated, or a missing profile or link.
     """
     refuse_large(experiment)
     rank_steps = experiment.cluster.trainers * (experiment.workload.steps + experiment.run.warmup_steps)
@@ -120,7 +120,10 @@ def job_of(experiment: Experiment, *, costs: Costs | None = None, traffic: Traff
 
 
 def hosts_of(experiment: Experiment) -> Hosts:
-    """Nodes are hosts; servers have hosts of their own after them, or share the nodes. Raises ``ConfigError`` without a link."""
+    """Return the hosts of trainers, which are the nodes, and of servers, which share nodes or follow them.
+
+    Raises ``ConfigError`` for a needed link that is neither declared nor measured.
+    """
     cluster = experiment.cluster
     measured = communication_of(experiment)
     link = measured.link if measured is not None and measured.between == "nodes" else None
@@ -153,9 +156,10 @@ class Seen:
 
 
 def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | None = None, order: Order | None = None) -> Seen:
-    """Run all trainers to their last step, and the servers until all have left.
+    """Run all trainers to their last step, and the servers until all trainers have left.
 
-    All have joined before the clock starts. ``step_done`` is called at every end of a step of rank 0; ``order`` notes all acts.
+    All trainers have joined before the clock starts. ``step_done`` is called whenever rank 0 ends a step;
+    ``order`` collects all acts.
     """
     clock = Clock()
     run = _Run(clock, job, record=record)
@@ -180,7 +184,7 @@ def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | N
 
 
 class _Run:
-    """The actors of a job, tied together."""
+    """The actors of a job, connected to each other."""
 
     def __init__(self, clock: Clock, job: Job, *, record: bool) -> None:
         rules = job.rules
@@ -195,7 +199,7 @@ class _Run:
 
         self.servers = [Server(clock, role("server", number), job, self._answer) for number in range(rules.servers)]
         for server in self.servers:
-            for rank in range(rules.trainers):  # all are known, and the parameters there, before the clock starts; answers take no time
+            for rank in range(rules.trainers):  # all join, and parameters are initialised, before the clock starts; answers are not sent
                 server.decider.on(0, Message("sender", rank, "join"))
             server.decider.on(0, Message("sender", 0, "initial"))
         memories = [Memory(versions=(0,) * rules.servers, computed_from=(0,) * rules.servers) for _ in job.draws]

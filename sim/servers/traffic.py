@@ -1,7 +1,8 @@
 """Traffic: how many bytes the messages of a job carry.
 
-Which rows a step touches is known from the data (``KnownRows``), or not; then how many different ones some steps touch together is, in
-the mean: with independent draws of probability p_r each, n draws touch sum over r of 1 - (1 - p_r)^n rows.
+The rows that a step touches are known from the data (``KnownRows``), or only their number is. In the second
+case, messages have the mean number of distinct rows that their steps touch together: n independent draws, of
+row r with probability p_r, touch sum over r of 1 - (1 - p_r)^n rows in the mean.
 """
 
 from collections.abc import Sequence
@@ -15,25 +16,25 @@ from fleetbench.plan.servers.rules import Shards
 
 ROW_NUMBER_BYTES = 4
 Part = tuple[int, int, int]
-"""Steps of one trainer: its rank, the index of the first, their number."""
+"""Consecutive steps of one trainer: its rank, the index of the first step, and the number of steps."""
 LookUps = tuple[tuple[tuple[tuple[int, npt.NDArray[np.int64]], ...], ...], ...]
-"""Function of rank and index of the step that returns each look-up's table and distinct rows."""
+"""Table and distinct rows of each look-up, by rank, index of the step, and number of the look-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TouchedRows:
-    """An embedding of which steps touch some rows."""
+    """An embedding, some of whose rows each step touches."""
 
     rows: int
     row_bytes: int
     """Bytes of one row's values."""
     draws: float
-    """Rows that a step names, counted as often as it does."""
+    """Number of rows that a step draws, with repetitions."""
     number_bytes: int = ROW_NUMBER_BYTES
     """Bytes of one row's number."""
 
     def distinct(self, steps: int) -> float:
-        """Different rows that so many steps touch, in the mean."""
+        """Return the mean number of distinct rows that ``steps`` steps touch together."""
         return (
             self.rows * -float(np.expm1(self.draws * steps * np.log1p(-1.0 / self.rows)))
             if self.rows > 1
@@ -43,7 +44,7 @@ class TouchedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Sizes of messages in bytes. What is cut over servers is cut evenly."""
+    """Sizes of messages in bytes. Parameters and gradients are split evenly over the servers."""
 
     servers: int
     dense_bytes: int = 0
@@ -53,15 +54,15 @@ class Traffic:
     """Bytes of every message's header."""
 
     def push(self, steps: int) -> int:
-        """A push to each server, of ``steps`` steps, and what each answers a pull with, of the rows that ``steps`` steps of others changed.
+        """Return the bytes of a push of ``steps`` steps to one server, with all dense numbers.
 
-        Dense gradients, changes or parameters are whole.
+        An answer to a pull, with the rows that ``steps`` steps of others changed, has the same size.
         """
         rows = sum(table.distinct(steps) * (table.row_bytes + table.number_bytes) for table in self.tables) if steps else 0.0
         return self._share(self.dense_bytes + rows)
 
     def pushed(self, server: int, parts: Sequence[Part]) -> int:  # noqa: ARG002  # all servers alike
-        """``push``, to one server, of these steps together."""
+        """Return the bytes of a push of all steps of ``parts`` to ``server``; see ``push``."""
         return self.push(sum(count for _, _, count in parts))
 
     def num_look_ups(self, rank: int, step: int) -> int:  # noqa: ARG002  # one in each table
@@ -69,7 +70,7 @@ class Traffic:
         return len(self.tables)
 
     def looked_up(self, server: int, rank: int, step: int, number: int) -> tuple[int, int]:  # noqa: ARG002  # all alike
-        """Bytes of a look-up to a server, which holds row numbers, and of its answer."""
+        """Return the bytes of a look-up to a server, which holds row numbers, and those of its answer."""
         table = self.tables[number]
         return self._share(table.distinct(1) * table.number_bytes), self._share(table.distinct(1) * table.row_bytes)
 
@@ -79,7 +80,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRows(Traffic):
-    """Sizes of messages whose rows are known, as are the servers that hold them."""
+    """Sizes of messages whose rows, and the servers that hold these, are known."""
 
     shards: Shards
     itemsize: int
@@ -110,9 +111,10 @@ class KnownRows(Traffic):
 
 
 def traffic_of(gradients: Sequence[Gradient], servers: int) -> Traffic:
-    """Traffic from a layer table: a sparse gradient's numbers are touched alike and apart, and row numbers take no bytes.
+    """Return the traffic of a layer table's gradients.
 
-    Where it does not know their width, each element is a row of its own, whose number takes no bytes; see ``Gradient.width``.
+    All rows of a sparse gradient are touched equally often, and independently of each other. If a gradient's
+    width is unknown, each element is a row, whose number takes no bytes; see ``Gradient.width``.
     """
     dense = sum(gradient.nbytes for gradient in gradients if not gradient.sparse)
     tables = []

@@ -1,4 +1,4 @@
-"""Worker: a trainer's steps, and the sender beside it."""
+"""Worker: a trainer's steps, and its background sender."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,31 +19,31 @@ from sim.servers.actor import Act, Actor, Carried, Job, Post
 from sim.servers.traffic import Part
 
 Local = Callable[[Message], None]
-"""Carries a message between a trainer and its sender."""
+"""Function that carries a message between a trainer and its sender."""
 
 Versions = tuple[int, ...]
-"""How often each server had updated some parameters."""
+"""Version of some parameters: the number of updates that each server had made to them."""
 Program = Iterator[Event | simpy.Event]
-"""A trainer's steps. It yields what it waits for: an event of the clock; or an event that the strategy is told, until the strategy lets the
-trainer go on."""
+"""Generator of a trainer's steps. It yields an event of the clock to wait for, or an event that is reported
+to the strategy, and then waits until the strategy lets the trainer continue."""
 _NEWEST = (2**62,)
-"""Version of a server of which nothing has been read."""
+"""Version of a server from which nothing has been read yet: above all others."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """Versions that a trainer and its sender share."""
+    """Versions of parameters that a trainer and its sender share."""
 
     versions: Versions
     """Versions of the parameters that the next step computes with."""
     computed_from: Versions
     """Versions of the oldest parameters that the step under way computes with."""
     queue: deque[Versions] = field(default_factory=deque)
-    """Versions from which each gradient that the sender has not taken was computed."""
+    """For each gradient that the sender has not taken yet, versions of the parameters that it was computed from."""
 
 
 class Sender(Actor):
-    """Merges, pushes and pulls in the background."""
+    """A trainer's background sender, which merges and pushes gradients, and pulls parameters."""
 
     def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory, post: Post) -> None:
         super().__init__(clock, decider, job)
@@ -55,7 +55,7 @@ class Sender(Actor):
         self._staged_steps: Part = (self.decider.rank, 0, 0)
         self.tell_trainer: Local
 
-    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # what an actor is told
+    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # ``Actor`` passes it to all
         if isinstance(event, Message) and event.kind == "parameters":
             self._received[event.rank] = event.version
 
@@ -63,7 +63,7 @@ class Sender(Actor):
         if operation.kind == "set_timer":
             self._timers += 1
             number = self._timers
-            # a timer that was set later has taken its place
+            # ignored if a later ``set_timer`` has replaced it
             self._clock.timeout(operation.delay_ns).callbacks.append(lambda _: self.hear(TimerFired()) if number == self._timers else None)
         elif operation.kind == "merge":
             taken = [self._memory.queue.popleft() for _ in range(operation.count)]
@@ -93,9 +93,9 @@ class Sender(Actor):
 
 
 class Trainer(Actor):
-    """Computes step after step. It hears messages at any time, and goes on when the strategy lets it.
+    """Computes one step after the other. It receives messages at any time, and continues when the strategy lets it.
 
-    Its last step ends when all that it has handed on is pushed, and pulled what others changed.
+    Its last step ends when all that it has handed to its sender is pushed, and what others changed is pulled.
     """
 
     def __init__(self, clock: Clock, decider: RoleDecider, job: Job, memory: Memory, post: Post) -> None:
@@ -107,7 +107,7 @@ class Trainer(Actor):
         self._head = StepHead(job.table, job.fetch_every, clock.now)
         self._program: Program
         self._is_ready = False
-        """The program goes on once the strategy lets it."""
+        """Whether the program is to continue once the strategy lets it."""
         self._bytes_sent = self._update_ns = self._idle_since_ns = 0
         self._index = self._look_up = 0
         """Index of the step under way, and number of its last look-up."""
@@ -116,11 +116,11 @@ class Trainer(Actor):
         self.step_done: Callable[[], None] = lambda: None
 
     def sent(self, nbytes: int) -> None:
-        """So many bytes more have left this trainer's host."""
+        """Count ``nbytes`` as sent by this trainer and its sender."""
         self._bytes_sent += nbytes
 
     def run(self, draws: Sequence[int]) -> None:
-        """Train the job's steps, each with its X in units of 2^-24."""
+        """Train the job's steps; ``draws`` has the X of each in units of 2^-24."""
         self._program = self._train(draws)
         self._advance()
 
@@ -171,7 +171,7 @@ class Trainer(Actor):
         yield BackwardEnd()
         if job.waits_each_step:
             yield Flush()
-        if self._index == len(job.steps) - 1:  # what is queued goes out, and belongs to the last step
+        if self._index == len(job.steps) - 1:  # the last step includes sending what is queued
             yield DataEnd()
             if fetch_ns := self._head.read_ns():
                 yield clock.timeout(fetch_ns)
@@ -196,7 +196,7 @@ class Trainer(Actor):
         )
 
     def _compute(self, forward_ns: int, backward_ns: int) -> simpy.Event:
-        """Begin a forward; the event is the backward's end."""
+        """Begin a forward, and return the event at the end of its backward."""
         if self.order is not None:
             self.order.add(Act("trainer", self.decider.rank, "forward"))
         begin_ns = self._clock.now
@@ -204,7 +204,7 @@ class Trainer(Actor):
         self._span("backward", begin_ns + forward_ns, begin_ns + forward_ns + backward_ns)
         return self._clock.timeout(forward_ns + backward_ns)
 
-    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # what an actor is told
+    def _begin(self, event: Event, carried: Carried) -> None:  # noqa: ARG002  # ``Actor`` passes it to all
         if isinstance(event, Message) and event.kind == "rows":
             read = list(self._memory.computed_from)
             read[event.rank] = min(read[event.rank], event.version)

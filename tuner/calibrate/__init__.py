@@ -1,1 +1,1 @@
-"""Calibration: parameters of an experiment, fitted to measured cells with the simulator as the model."""
+"""Calibration: fits parameters of an experiment to measured cells, with the simulator as the model."""

@@ -1,4 +1,4 @@
-"""Cells: measurements to calibrate by, read from a CSV file or from the output of a benchmark."""
+"""Cells: measurements for a calibration, read from a CSV file or from the output of a benchmark."""
 
 import csv
 import math
@@ -13,15 +13,15 @@ from fleetbench.errors import ConfigError
 from fleetbench.file_kinds import kind_of, read_file, text_of
 
 GPUS = "gpus"
-"""A setting of a cell: the number of all nodes' trainers together."""
+"""Setting of a cell: number of trainers on all nodes together."""
 GLOBAL_BATCH = "global_batch"
-"""A setting of a cell: samples of a step of all trainers together."""
+"""Setting of a cell: samples per step of all trainers together."""
 SECONDS, RATE, SIZE, WEIGHT, SD = "seconds", "samples_per_s", "all_reduce_bytes", "weight", "sd"
 EPOCH, EPOCH_SAMPLES = "epoch_s", "epoch_samples"
-"""Seconds of an epoch and its samples, which together are a rate."""
+"""Columns with the seconds and the samples of an epoch, which together give a rate."""
 _COLUMNS = (SECONDS, RATE, SIZE, WEIGHT, SD, EPOCH, EPOCH_SAMPLES)
 _AS_TOML = {"True": "true", "False": "false"}
-"""How Python writes truth, and how TOML does."""
+"""TOML's spelling of Python's booleans."""
 _CALLED: dict[tuple[str, float], str] = {
     ("cluster.nodes", 1.0): "nodes num_nodes n_nodes nnodes",
     ("cluster.trainers_per_node", 1.0): "gpus/node num_gpus/node ranks/node trainers/node processes/node ppn",
@@ -36,45 +36,46 @@ _CALLED: dict[tuple[str, float], str] = {
     (RATE, 1.0): "samples/s images/s imgs/s img/s examples/s sequences/s seqs/s",
     (SIZE, 1.0): "bytes size_bytes message_bytes buffer_bytes",
 }
-"""Columns, with what their values are multiplied by, and their other names, as ``_plain`` spells them."""
+"""Other names of columns, as ``_plain`` spells them, by column and the factor on its values."""
 _MOST_WEIGHT = 1e9
 _INDEX = ("", "unnamed:_0", "index")
-"""How pandas calls the first column where it numbers rows."""
+"""Names of a first column in which pandas numbers the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One measurement: what was changed of the experiment, and one of ``seconds`` and ``samples_per_s``."""
+    """One measurement: settings that differ from the experiment's, and either ``seconds`` or ``samples_per_s``."""
 
     where: str
-    """File and line."""
+    """File and line of the measurement."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Dotted keys of the experiment and their values, as ``--set`` takes them; and ``GPUS``."""
+    """Values, as ``--set`` takes them, by dotted key of the experiment, ``GPUS`` or ``GLOBAL_BATCH``."""
     seconds: float | None = None
-    """Of a step, or of one bare all-reduce."""
+    """Seconds of a step, or of one bare all-reduce; None if ``samples_per_s`` was measured."""
     samples_per_s: float | None = None
-    """Of all trainers together."""
+    """Samples per second of all trainers together; None if ``seconds`` were measured."""
     all_reduce_bytes: int | None = None
-    """Of every rank's buffer, where a bare all-reduce was timed."""
+    """Bytes of every rank's buffer in a bare all-reduce; None if a step was timed."""
     weight: float = 1.0
-    """Of the cell's squared residual."""
+    """Weight of the cell's squared residual."""
     sd: float | None = None
-    """Standard deviation of what was measured, in its unit."""
+    """Standard deviation of the measured value, in the same unit; None if unknown."""
     ranks: int | None = None
-    """Where the file says how many ranks took part."""
+    """Number of ranks that took part, if the file says so."""
 
     @property
     def name(self) -> str:
-        """What tells it from others."""
+        """Settings and size of the all-reduce, in words."""
         size = [] if self.all_reduce_bytes is None else [f"all-reduce of {self.all_reduce_bytes:,} bytes"]
         return ", ".join([*(f"{key}={value}" for key, value in self.settings.items()), *size]) or "as declared"
 
 
 def read_cells(path: str | Path, say: Callable[[str], None] = lambda _: None) -> tuple[Cell, ...]:
-    """Read a CSV file of keys of the experiment and what was measured, or a benchmark's output; gzip or not.
+    """Read a CSV file of settings and measurements, or a benchmark's output, either also as gzip.
 
-    An empty value leaves what the experiment declares. ``say`` hears what of a benchmark's output was left out.
-    Raises ``ConfigError`` with the line of what cannot be read, or with what a file of another kind seems to be.
+    An empty value keeps what the experiment declares. ``say`` is called with what was left out of a
+    benchmark's output. Raises ``ConfigError`` with the line that cannot be read, or with the kind that another
+    file seems to be.
     """
     hint = "name a CSV file with a column `seconds`, or the output of nccl-tests or osu_allreduce"
     data = read_file(path, hint)
@@ -114,14 +115,14 @@ def _of_csv(lines: Sequence[str], path: str) -> tuple[Cell, ...]:
 
 
 def _plain(name: str) -> str:
-    """A column's name, with ``/`` for "per" and ``_`` for spaces: ``Images per sec`` is ``images/s``."""
+    """Return a column's name with ``/`` for "per" and ``_`` for spaces: ``images/s`` for ``Images per sec``."""
     name = re.sub(r"[\s_-]+", "_", re.sub(r"[()\[\]]", " ", name.strip().lower())).strip("_")
     name = re.sub(r"/(?:sec|seconds?)$", "/s", re.sub(r"_?(?:/|_per_)_?", "/", name))
     return re.sub(r"^(?:throughput|total|mean|avg|average)_(?=.)", "", name)
 
 
 def _columns(names: Sequence[str], where: str) -> list[tuple[str, float]]:
-    """Each column's key, and what its values are multiplied by; no key of one that only numbers the rows."""
+    """Return each column's key and the factor on its values; the key is empty if it only numbers the rows."""
     called = {name: column for column, names in _CALLED.items() for name in names.split()}
     found = []
     for place, name in enumerate(names):
@@ -173,7 +174,7 @@ def _cell(columns: Sequence[tuple[str, float]], values: Sequence[str], where: st
 
 
 def _as_toml(text: str) -> str:
-    """A setting as ``--set`` takes it; pandas writes whole numbers with a point where a column has gaps."""
+    """Return a setting as ``--set`` takes it, without the ``.0`` that pandas adds to whole numbers."""
     return re.sub(r"^(-?\d+)\.0+$", r"\1", _AS_TOML.get(text, text))
 
 

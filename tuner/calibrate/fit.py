@@ -1,4 +1,4 @@
-"""Fit: the parameters that best explain measured cells, their intervals, and the error to expect on unmeasured cells.
+"""Fit: parameters that explain measured cells best, their intervals, and the error to expect of other cells.
 
 A step takes as long as its longest chain of compute and messages. The time of a chain is linear in durations and in
 reciprocals of bandwidths, so a cell's time, as a function of those, is the maximum of several planes. The fit is
@@ -28,19 +28,20 @@ from tuner.calibrate.cells import Cell
 from tuner.calibrate.model import RATES, Model
 
 WIDEST = math.log(4.0)
-"""Largest log ratio of the ends of a 95 % interval; if it is wider, the cells do not identify the parameter."""
+"""Largest log ratio of the ends of a 95 % interval. If it is larger, the cells do not identify the parameter."""
 _FARTHEST = math.log(1e4)
 """Largest log ratio of a parameter to its declared value, which bounds the search."""
 RESOLUTION = 0.002
-"""Relative: planes and simulator agree within this, and cells are not taken to be more precise."""
+"""Relative difference within which planes and simulator agree. Cells are assumed to be no more precise."""
 _SLOPE = 0.003
-"""Relative change of a parameter to measure its slope; ``_LEAST_UNITS`` is the smallest change, in bit/s or ns."""
+"""Relative change of a parameter for measuring its slope; ``_LEAST_UNITS`` is the least change in bit/s or ns."""
 _LEAST_UNITS = 20.0
 _ROUNDS = 15
 _MOST, _APART, _LARGEST_LOG = math.log(300.0), math.log(100.0), 700.0
-"""Largest logs: of the median of measured over simulated seconds, of the gap between rows' ratios, and of a float."""
+"""Largest logarithms: of the median ratio of measured to simulated seconds, of the gap between the ratios of two
+rows, and of a number that fits into a float."""
 _LEAST_GAIN = 0.01
-"""Least gain for which the fit goes on, as a share of the smallest sum of squares told from 0 (``_Fit._floor``)."""
+"""Least decrease of the sum of squares for which the fit continues, as a share of ``_Fit._floor``."""
 _NEVER = -np.inf
 _CONFIDENCE = 0.95
 
@@ -49,36 +50,37 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A parameter: its values are bit/s, nanoseconds, or without a unit."""
+    """A fitted parameter, with values in ``unit``: ``bit/s``, ``ns``, or empty for none."""
 
     key: str
     unit: str
     declared: float
     value: float
     low: float | None
-    """Where the 95 % interval begins; none: the cells set it no lower end."""
+    """Lower end of the 95 % interval; None if the cells set no lower end, or are too few. ``high`` likewise."""
     high: float | None
     held: bool
-    """The cells do not identify it, so that it has its declared value; the interval is what it would have had."""
+    """Whether it keeps its declared value because the cells do not identify it. The interval is that of a fit in
+    which it was free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was fitted, and how well. Errors are simulated / measured - 1, of every cell."""
+    """Result of a calibration. Errors are simulated / measured - 1, one per cell."""
 
     experiment: Experiment
     profile: Profile | None
-    """The profile with scaled compute, where that was fitted and the experiment names one."""
+    """The experiment's profile with scaled compute; None if it did not change."""
     parameters: tuple[Fitted, ...]
     cells: tuple[Cell, ...]
     measured_s: tuple[float, ...]
     errors_declared: tuple[float, ...]
     errors: tuple[float, ...]
     errors_left_out: tuple[float, ...]
-    """Of each cell by what is fitted to the others; empty where these are fewer than the parameters."""
+    """Error of each cell if only the others are fitted; empty if these are fewer than the parameters."""
 
     def save(self, path: Path) -> None:
-        """Write the experiment below what was fitted, and beside it the profile where that changed."""
+        """Write the experiment, below the names of fitted parameters, and beside it a changed profile."""
         experiment = self.experiment
         if self.profile is not None:
             experiment = name_profile(experiment, self.profile, path.with_name(f"{path.stem}-profile.toml").resolve())
@@ -89,8 +91,9 @@ class Calibration:
 def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str], progress: Progress | None = None) -> Calibration:
     """Fit ``keys`` of the experiment (``compute``, or quantities such as ``cluster.inter.bandwidth``) to the cells.
 
-    Residuals are logarithms of simulated over measured; a cell of standard deviation sd counts 1 / (sd^2 + 1 %^2).
-    Raises ``ConfigError`` for keys without a declared value, cells that the simulator refuses, and fewer cells than keys.
+    Residuals are logarithms of simulated / measured. A relative standard deviation sd gives a cell the weight
+    1 / (sd^2 + 0.01^2). Raises ``ConfigError`` for keys without a declared value, cells that the simulator
+    refuses, and fewer cells than keys.
     """
     if len(set(keys)) < len(keys) or not keys:
         raise ConfigError("needs each parameter once, and at least one", "--fit", ", ".join(keys), "--fit cluster.inter.bandwidth")
@@ -108,7 +111,7 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
         logs = fit.settle(np.where(np.isin(np.arange(len(keys)), free), logs, 0.0), free)
         found = {index: fit.interval(logs, free, index) for index in free}
         weak = [index for index, (low, high) in found.items() if high - low > WIDEST and low < 0 < high]
-        # an interval from a fit that leaves more free is kept: it allows for what is held below
+        # the first interval that identifies a parameter is kept: in that fit, parameters that are held later are free
         limits |= {index: ends for index, ends in found.items() if index not in identified}
         identified |= found.keys() - set(weak)
         if not weak:
@@ -136,7 +139,10 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
 
 
 def _refuse_unlikely(cells: Sequence[Cell], measured_s: Floats, logs: Floats) -> None:
-    """Raise ``ConfigError`` for rows far from all others, or for all; ``logs``: of measured over simulated."""
+    """Raise ``ConfigError`` for rows far from all others, or if all are far from what is simulated.
+
+    ``logs``: of measured / simulated seconds.
+    """
     hint = "seconds are no milliseconds: correct or drop it; or declare a cluster nearer to what was measured"
     order = np.argsort(logs)
     gaps = np.diff(logs[order])
@@ -179,21 +185,24 @@ def _fitted(fit: _Fit, index: int, value: float, limits: tuple[float, float], *,
 
 
 class _Fit:
-    """Planes under the simulator's seconds of every cell, and least squares over them; ``logs`` are those of parameters' factors."""
+    """Planes below the simulated seconds of every cell, and least squares over them.
+
+    ``logs`` are logarithms of the factors on declared values.
+    """
 
     def __init__(self, model: Model, weights: Floats) -> None:
         self.model, self.weights = model, weights
         self._signs = np.array([-1.0 if parameter.key.endswith(RATES) else 1.0 for parameter in model.parameters])
-        """Planes are over exp(sign * log): over reciprocals of rates."""
+        """Sign of each parameter. Planes are linear in exp(sign * log): in durations, and in reciprocals of rates."""
         num_cells, num = len(weights), len(model.parameters)
         self._constants, self._slopes = np.zeros((0, num_cells)), np.zeros((0, num_cells, num))
 
     def values(self, logs: Floats) -> list[float]:
-        """The parameters' values."""
+        """Return the parameters' values."""
         return [parameter.value(log) for parameter, log in zip(self.model.parameters, logs, strict=True)]
 
     def look(self, logs: Floats, free: Sequence[int]) -> Floats:
-        """The simulator's seconds, from which a plane of every cell is learnt."""
+        """Return the simulated seconds of every cell, and add a tangent plane for each."""
         values = self.values(logs)
         at, seconds = self._at(values), self.model.seconds(values)
         slopes = np.zeros((len(seconds), len(values)))
@@ -212,7 +221,7 @@ class _Fit:
         return np.asarray((np.array(values) / declared) ** self._signs)
 
     def planes(self, logs: Floats) -> tuple[Floats, Floats]:
-        """Logarithms of seconds of every cell by its planes, and their slopes over ``logs``."""
+        """Return the logarithm of every cell's seconds by its highest plane, and its slopes over ``logs``."""
         at = np.exp(self._signs * logs)
         over = self._constants + self._slopes @ at
         highest, cells = over.argmax(axis=0), np.arange(over.shape[1])
@@ -220,11 +229,11 @@ class _Fit:
         return np.log(seconds), self._slopes[highest, cells] * (at * self._signs) / seconds[:, None]
 
     def squares(self, seconds: Floats) -> float:
-        """The weighted sum of squared residuals."""
+        """Return the weighted sum of squared residuals."""
         return float(self.weights @ np.log(seconds / self.model.measured_s) ** 2)
 
     def solve(self, logs: Floats, free: Sequence[int], weights: Floats | None = None) -> Floats:
-        """The least squares by the planes, ``free`` parameters at most ``WIDEST`` away, within ``_FARTHEST``."""
+        """Return the least squares on the planes, with steps up to ``WIDEST``, within ``_FARTHEST``."""
         if not free:
             return logs
         logs, farthest = np.clip(logs, -_FARTHEST, _FARTHEST), _FARTHEST + RESOLUTION
@@ -245,11 +254,14 @@ class _Fit:
         return full(found.x)
 
     def _floor(self, free: Sequence[int]) -> float:
-        """The sum of squares of residuals that are all below what the simulator is taken to resolve."""
+        """Return the sum of squares below which a fit is exact: as if each residual were ``RESOLUTION``."""
         return max(1, len(self.weights) - len(free)) * RESOLUTION**2
 
     def settle(self, logs: Floats, free: Sequence[int]) -> Floats:
-        """The least squares by the simulator: planes lead, the simulator corrects them, until both agree."""
+        """Return the least-squares solution by the simulator.
+
+        Solutions on the planes are simulated, which corrects the planes, until both agree.
+        """
         least, reach = self.squares(self.look(logs, free)), WIDEST
         axes = np.eye(len(logs))[list(free[:3])]
         for _ in range(_ROUNDS):
@@ -271,10 +283,12 @@ class _Fit:
         return logs
 
     def interval(self, logs: Floats, free: Sequence[int], index: int) -> tuple[float, float]:
-        """Where the 95 % interval of a parameter's ``log`` ends; infinite where neither ``WIDEST`` nor the declared value is as far.
+        """Return the ends of the 95 % interval of a parameter's ``log``.
 
-        By the profile likelihood (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1.2): the fit of the others is
-        significantly worse beyond it. A slope at the fit would say little, because steps are bound by compute here and by messages there.
+        An end is infinite if it is farther away than both ``WIDEST`` and the declared value. By the profile
+        likelihood (Bates and Watts, Nonlinear Regression Analysis, 1988, section 6.1.2), the fit of the other
+        parameters is significantly worse beyond the ends. A slope at the fit would say little, because steps
+        are bound by compute for some values, and by messages for others.
         """
         others = [other for other in free if other != index]
         spare = max(1, len(self.weights) - len(free))
@@ -290,7 +304,7 @@ class _Fit:
         return ends[0], ends[1]
 
     def _end(self, logs: Floats, others: Sequence[int], index: int, sign: float, spare: int) -> tuple[float, Floats]:
-        """How far an end is from the fit, and the parameters there."""
+        """Return the distance of an end from the fit, and the ``logs`` of all parameters there."""
         least = max(self.squares(np.exp(self.planes(logs)[0])), self._floor([*others, index]))
         limit = least * (1 + float(stats.f.ppf(_CONFIDENCE, 1, spare)) / spare)
         there = logs

@@ -1,4 +1,4 @@
-"""Larger: how long a step takes on more GPUs than were measured, how sure that is, and whether they pay."""
+"""Larger: the time of a step on more GPUs than were measured, its interval, and whether more GPUs pay."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,37 +18,38 @@ from tuner.simulated.candidates import PER_SAMPLES, with_compute
 
 NODES, PER_NODE, BATCH = "cluster.nodes", "cluster.trainers_per_node", "workload.batch_size"
 EFFICIENCY, EFFICIENCY_SD = 0.35, 0.5
-"""Share of a data sheet's FLOP/s with tensor cores that training reaches, and the deviation of its logarithm."""
+"""Share of a data sheet's FLOP/s with tensor cores that training reaches, and the standard deviation of its
+logarithm."""
 MEASURED_SD = 0.05
-"""Deviation of the logarithm of a step's work where a profile measured it, or a file declares it."""
+"""Standard deviation of the logarithm of a step's work if a profile measured it, or a file declares it."""
 SURE = 0.9
-"""A size is called faster, or slower, with at least this probability."""
+"""Least probability with which a size is called faster, or slower."""
 SIZES = "sizes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Larger:
-    """The answer: measured sizes and asked ones in the order of their GPUs, and what the law holds."""
+    """Answer: forecasts of measured and requested sizes, ordered by number of GPUs, and the law's parameters."""
 
     forecasts: tuple[Forecast, ...]
     measured: frozenset[Size]
     parameters: tuple[dict[str, Any], ...]
     known: Known
     samples: float
-    """Samples that ``seconds`` and ``cost`` are for."""
+    """Number of samples that ``seconds`` and ``cost`` are for."""
     price: float | None
 
     def seconds(self, forecast: Forecast) -> tuple[float, ...]:
-        """Seconds for ``samples`` at one size: low, median, high."""
+        """Return the seconds for ``samples`` at one size: low, median, high."""
         return tuple(self.samples / rate for rate in reversed(forecast.samples_per_s))
 
     def cost(self, forecast: Forecast) -> tuple[float, ...] | None:
-        """Money for ``samples``: low, median, high; none without a price."""
+        """Return the cost of ``samples`` at one size: low, median, high; None without a price."""
         hours = forecast.size.gpus / 3600
         return None if self.price is None else tuple(self.price * hours * took for took in self.seconds(forecast))
 
     def plain(self) -> dict[str, Any]:
-        """The answer as JSON data; each triple is low, median, high of a 90 % interval for one run."""
+        """Return the answer as JSON data. Triples are low, median and high of a 90 % interval for one run."""
         rows = [
             asdict(one) | {"measured": one.size in self.measured, "seconds": self.seconds(one), "cost": self.cost(one)}
             for one in self.forecasts
@@ -57,32 +58,34 @@ class Larger:
 
 
 def verdict(forecast: Forecast) -> str:
-    """Whether a size trains more samples per second than the fastest measured one."""
+    """Describe whether a size trains more samples per second than the fastest measured one."""
     if SURE > forecast.faster > 1 - SURE:
         return f"not sure ({forecast.faster:.0%})"
     return f"{'yes' if forecast.faster >= SURE else 'no'} ({forecast.faster:.0%})"
 
 
 FAR = 2.0
-"""By so many times a fitted step of a measured size is off only where nothing was fitted."""
+"""Factor by which the forecast of a measured size may be off. If it is off by more, no law explains the cells."""
 
 
 def larger(
     experiment: Experiment, cells: Sequence[Cell], gpus: Sequence[int], known: Known, *,
     global_batch: int | None = None, batch: int | None = None,
 ) -> Larger:  # fmt: skip
-    """Fit the cells and forecast every number of GPUs.
+    """Fit the law to the cells, and forecast a step on each number of GPUs.
 
     Args:
-        experiment: names the cluster, and in ``tune`` the samples and the price.
-        cells: what was measured, a row per run.
-        gpus: numbers of all GPUs together.
-        known: what is declared (``known_of``).
-        global_batch: samples of a step at the asked sizes; by default each GPU keeps the largest measured size's.
-        batch: samples of each GPU in rows that do not say them.
+        experiment: the cluster, and in ``tune`` the samples and the price.
+        cells: measurements, one per run.
+        gpus: total numbers of GPUs to forecast.
+        known: declared facts (``known_of``).
+        global_batch: samples per step at the forecast sizes; default: as many per GPU as at the largest
+            measured size.
+        batch: samples per GPU in cells that do not state them.
 
     Raises:
-        ConfigError: a row or a number does not describe whole nodes, or a batch is missing.
+        ConfigError: a cell or a number does not describe whole nodes, a batch is missing, or no law explains a
+            cell.
     """
     measured: dict[Size, list[float]] = {}
     for cell in cells:
@@ -127,7 +130,7 @@ def _is_declared(cluster: Cluster) -> bool:
 
 
 def size_of(cell: Cell, cluster: Cluster, batch: int | None) -> Size:
-    """The size of a row. Raises ``ConfigError`` for columns that are no part of one."""
+    """Return the size of a cell. Raises ``ConfigError`` for settings that do not describe one."""
     settings: Mapping[str, str] = cell.settings
     if cell.all_reduce_bytes is not None or settings.keys() - {NODES, PER_NODE, GPUS, BATCH, GLOBAL_BATCH}:
         other = sorted(settings.keys() - {NODES, PER_NODE, GPUS, BATCH, GLOBAL_BATCH})
@@ -160,14 +163,15 @@ def _whole(text: str, where: str) -> int:
 
 
 def known_of(experiment: Experiment, out: Path, parameters: float | None, flops: float | None, *, has_model: bool) -> Known:
-    """What the cluster, the catalogue and the model declare. Raises ``ConfigError`` where FLOPs lack their GPU.
+    """Return what is declared. Raises ``ConfigError`` if ``flops`` are given without ``cluster.gpu``.
 
     Args:
         experiment: the cluster, and with ``has_model`` the model.
         out: the folder for an estimated profile.
         parameters: number of the model's parameters, with gradients of four bytes each.
         flops: floating-point operations of one sample's forward and backward.
-        has_model: whether the experiment names the model, whose layers then say both.
+        has_model: whether the experiment names the model. Its layers then give what ``parameters`` and
+            ``flops`` leave open.
     """
     cluster, gpu = experiment.cluster, experiment.cluster.gpu
     inside, between, work_s, work_sd = None, None, None, EFFICIENCY_SD

@@ -1,4 +1,4 @@
-"""The model that is calibrated: seconds of every cell, by the simulator, for factors on an experiment's declared values."""
+"""Model of a calibration: simulated seconds of every cell for values of an experiment's declared quantities."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ from tuner.calibrate.cells import GLOBAL_BATCH, GPUS, Cell
 from tuner.simulated.assumptions import scaled
 
 COMPUTE = "compute"
-"""The parameter that scales all times of the layer table: forward, backward, update."""
+"""Key of the parameter that scales all times of the layer table: forward, backward, update."""
 RATES = ("bandwidth", "flow_limit")
-"""Parameters that times grow with the reciprocal of."""
+"""Last parts of the keys of rates. Times grow with the reciprocals of these parameters."""
 _LARGEST = 2.0**62
-"""Of a value in bit/s or nanoseconds."""
+"""Largest value of a parameter in bit/s or ns."""
 _DRAWN_STEPS = 48
-"""Steps that are simulated, about so many, where stragglers make them differ; otherwise two periods of the strategy are enough."""
+"""Approximate number of steps to simulate if stragglers make them differ. Without stragglers, two periods of the
+strategy are enough."""
 
 Settings = tuple[tuple[str, str], ...]
-"""A cell's."""
+"""Settings of a cell, as pairs of key and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is fitted: a declared quantity times a factor."""
+    """Fitted parameter: a declared quantity times a factor."""
 
     key: str
     declared: float
     unit: str
-    """``bit/s``, ``ns``, or nothing."""
+    """Unit of the values: ``bit/s``, ``ns``, or empty for none."""
 
     @classmethod
     def of(cls, experiment: Experiment, key: str) -> Parameter:
-        """Raises ``ConfigError`` for a key that names no declared quantity above zero."""
+        """Return a key's parameter. Raises ``ConfigError`` if it names no declared quantity above zero."""
         if key == COMPUTE:
             return cls(key, 1.0, "")
         value: Any = experiment
@@ -70,12 +71,12 @@ class Parameter:
         return cls(key, float(value), "bit/s" if BitsPerSecond in kinds else "ns" if Nanoseconds in kinds else "")
 
     def value(self, log: float) -> float:
-        """The declared value times e^log, whole where the experiment's is."""
+        """Return the declared value times e^``log``, rounded to a whole number of bit/s or ns."""
         value = self.declared * float(np.exp(log))
         return min(max(1.0, float(round(value))), _LARGEST) if self.unit else value
 
     def applied(self, experiment: Experiment, value: float) -> Experiment:
-        """The experiment with this value; compute is left as it is."""
+        """Return the experiment with this value; unchanged if the parameter is ``COMPUTE``."""
         if self.key == COMPUTE:
             return experiment
         changed: Experiment = _with(experiment, self.key.split("."), int(value) if self.unit else value)
@@ -89,17 +90,17 @@ def _with(config: Any, parts: Sequence[str], value: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Simulated:
-    """A cell as the simulator takes it."""
+    """A cell in the form that the simulator needs."""
 
     experiment: Experiment
     table: LayerTable | None
-    """None for a bare all-reduce."""
+    """Layer table; None for a bare all-reduce."""
     nbytes: int | None
     measured_s: float
 
 
 class Model:
-    """Seconds of cells. Raises ``ConfigError`` for a cell that the simulator refuses."""
+    """Simulated seconds of cells. Raises ``ConfigError`` for a cell that the simulator refuses."""
 
     def __init__(self, experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]) -> None:
         self.parameters = tuple(Parameter.of(experiment, key) for key in keys)
@@ -112,7 +113,7 @@ class Model:
         self.measured_s = np.array([cell.measured_s for cell in self._cells])
 
     def seconds(self, values: Sequence[float], only: Sequence[int] | None = None) -> Floats:
-        """Of all cells, or of some, for values of the parameters."""
+        """Return the seconds of all cells, or of those with indices ``only``, for values of the parameters."""
         indices = range(len(self._cells)) if only is None else only
         return np.array([self._seconds(self._cells[index], values) for index in indices])
 
@@ -139,7 +140,7 @@ class Model:
         return experiment
 
     def calibrated(self, experiment: Experiment, values: Sequence[float]) -> tuple[Experiment, Profile | None]:
-        """The experiment with these values, and its profile where that changed."""
+        """Return the experiment with these values, and its profile, or None if that did not change."""
         experiment = self._applied(experiment, values)
         factor = self._factor(values)
         if factor == 1.0:
@@ -151,7 +152,7 @@ class Model:
         return experiment, scaled(profile, COMPUTE, factor)
 
     def _factor(self, values: Sequence[float]) -> float:
-        """Of compute."""
+        """Return the factor on compute; 1 if it is not fitted."""
         return next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
 
 
@@ -179,7 +180,7 @@ def _simulated(
 
 
 def of_gpus(cluster: Cluster, gpus: str, *, has_nodes: bool) -> Cluster:
-    """The cluster with so many trainers: on one node, if it has room for them, else on whole nodes."""
+    """Return the cluster with ``gpus`` trainers: on one node if they fit there, else on whole nodes."""
     number, per_node = int(gpus) if gpus.isdecimal() else 0, cluster.trainers_per_node
     nodes = cluster.nodes if has_nodes else max(1, number // per_node)
     if number >= 1 and nodes == 1 and (has_nodes or number <= per_node):
@@ -191,7 +192,7 @@ def of_gpus(cluster: Cluster, gpus: str, *, has_nodes: bool) -> Cluster:
 
 
 def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings) -> Experiment:
-    """The experiment with a cell's settings, shortened to the steps that tell a step's time."""
+    """Return the experiment with a cell's settings, with only as many steps as the step time needs."""
     changed = copy.deepcopy(dict(data))
     of_file = dict(settings)
     if GLOBAL_BATCH in of_file:
@@ -207,7 +208,7 @@ def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings
     if strategy.mode == "ps":
         hint = "drop rows of parameter servers, and simulate them with the links that the other rows give"
         raise ConfigError("cannot be fitted: calibration is for collective training", "strategy.mode", "'ps'", hint)
-    if strategy.adaptive_localsgd:  # its period changes as it goes
+    if strategy.adaptive_localsgd:  # its period changes during training
         return own
     merged = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
     period = merged * (strategy.localsgd_configs.k_steps if strategy.localsgd else 1)

@@ -1,4 +1,4 @@
-"""Scaling: seconds of a step on more GPUs, from measured steps on a few.
+"""Scaling: seconds per step on more GPUs, from measured steps on a few.
 
 A step on n nodes of g GPUs, b samples on each GPU, takes::
 
@@ -8,8 +8,9 @@ A step on n nodes of g GPUs, b samples on each GPU, takes::
     step     = work (1 + input log2(g) + rank_jitter m(n g) + node_jitter m(n))
                + max(transfer - overlap backward, late transfer),    backward = 2 / 3 work
 
-m(k) is the mean of the largest of k standard normal variates. Only c is fitted freely. All others have priors, which
-``reports/small_to_large`` compares with measurements by others; what few sizes do not tell stays as wide as its prior.
+c is the work at batch b0, and m(k) the mean of the largest of k standard normal variates. Only c is fitted
+freely. All others have priors, which ``reports/small_to_large`` compares with measurements by others; a
+parameter that the measured sizes do not determine stays as wide as its prior.
 """
 
 import math
@@ -27,7 +28,7 @@ Draws = npt.NDArray[np.float64]
 
 NUM_DRAWS, NUM_KEPT = 40_000, 4_000
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of one collective, as DDP's buckets have by default."""
+"""Bytes of one collective: the default size of DDP's buckets."""
 MISFIT, MISFIT_PER_DOUBLING = 0.02, 0.04
 """Scales of the deviation of a size's log seconds from the law: of a measured size, and, added in quadrature, for each
 doubling of GPUs or batch between a size and the nearest measured one."""
@@ -42,7 +43,7 @@ LEVELS = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is believed of a parameter before anything is measured: median, and width in the transformed value."""
+    """Prior of a parameter: median, and standard deviation of its logarithm, its logit or itself (``kind``)."""
 
     median: float
     sd: float
@@ -50,7 +51,7 @@ class Prior:
     words: str
 
     def of(self, z: Draws) -> Draws:
-        """Values of standard normal variates."""
+        """Return the parameter's values for standard normal variates ``z``."""
         if self.kind == "log":
             return self.median * np.exp(self.sd * z)
         if self.kind == "logit":
@@ -77,7 +78,7 @@ PRIORS: Mapping[str, Prior] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A number of GPUs and their batch."""
+    """A number of GPUs, with the samples per step of each."""
 
     nodes: int
     gpus_per_node: int
@@ -85,13 +86,13 @@ class Size:
 
     @property
     def gpus(self) -> int:
-        """Number of all GPUs."""
+        """Number of GPUs on all nodes."""
         return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is declared of the model and the cluster; None leaves the prior."""
+    """Declared facts about the model and the cluster. None: not declared, so that the prior applies."""
 
     gradient_bytes: float | None = None
     inside: float | None = None
@@ -106,20 +107,20 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One size. Each triple holds the ends and the median of a 90 % interval: low, median, high."""
+    """Forecast for one size. Each triple holds the ends and the median of a 90 % interval: low, median, high."""
 
     size: Size
     step_s: tuple[float, ...]
     """Seconds of the mean step of one run."""
     samples_per_s: tuple[float, ...]
     faster: float
-    """Probability that it trains more samples per second than the fastest measured size."""
+    """Probability that this size trains more samples per second than the fastest measured size."""
     run_to_run: float
-    """Standard deviation of one run's step about the mean of runs, as a share."""
+    """Standard deviation of a run's step time around the mean over runs, as a share."""
 
 
 def mean_of_largest(count: float) -> float:
-    """Mean of the largest of so many standard normal variates (Blom 1958)."""
+    """Return the mean of the largest of ``count`` standard normal variates (Blom 1958)."""
     return 0.0 if count <= 1 else float(ndtri((count - 0.375) / (count + 0.25)))
 
 
@@ -132,7 +133,7 @@ class Scaling:
     """Equally likely draws of each parameter."""
     log_scale: Draws
     reference: tuple[float, float]
-    """Seconds of a step of the smallest measured size, and its local batch."""
+    """Mean seconds per step of the smallest measured size, and the geometric mean of local batches."""
     told: Mapping[str, float]
     """Share of the prior's standard deviation by which each parameter's posterior is narrower, or its mean has moved,
     whichever is larger; declared parameters are left out."""
@@ -141,7 +142,7 @@ class Scaling:
 
     @classmethod
     def of(cls, measured: Mapping[Size, Sequence[float]], known: Known, priors: Mapping[str, Prior] = PRIORS) -> "Scaling":
-        """Fit seconds of a step, one for each run, by size. Raises ``ConfigError`` where nothing was measured."""
+        """Fit the seconds per step of each run, by size. Raises ``ConfigError`` if nothing was measured."""
         if not measured:
             raise ConfigError("holds no step", "the table", hint="a row per run: gpus, seconds, and the batch")
         random = np.random.default_rng(0)
@@ -162,7 +163,7 @@ class Scaling:
         weights = 1 / variances
         scale = (residuals * weights).sum(0) / weights.sum(0)
         likely = -0.5 * ((residuals - scale) ** 2 * weights + np.log(variances)).sum(0) - 0.5 * np.log(weights.sum(0))
-        for own in logs.values():  # of repeats about their mean
+        for own in logs.values():  # spread of repeats around their mean
             likely -= (len(own) - 1) * np.log(noise) + ((own - own.mean()) ** 2).sum() / (2 * noise**2)
         chance = np.exp(likely - likely.max())
         kept = random.choice(NUM_DRAWS, NUM_KEPT, p=chance / chance.sum())
@@ -177,7 +178,7 @@ class Scaling:
         )
 
     def forecast(self, size: Size) -> Forecast:
-        """Seconds of a step and samples per second of one run at any size."""
+        """Return the forecast of one run at any size."""
         random = np.random.default_rng(size.gpus)
         mean = self._log_seconds(size)
         noise = self.values["noise"]
@@ -193,13 +194,13 @@ class Scaling:
         )
 
     def _log_seconds(self, size: Size) -> Draws:
-        """Log seconds of a size, in the mean over runs, for each draw."""
+        """Return the logarithm of a size's mean seconds per step over runs, for each draw."""
         away = min(abs(math.log2(size.gpus / one.gpus)) + abs(math.log2(size.local_batch / one.local_batch)) for one in self.measured)
         misfit = 0.0 if size in self.measured else math.hypot(MISFIT, MISFIT_PER_DOUBLING * away)
         return self.log_scale + np.log(shape(self.values, size, self.reference)) + misfit * self.z
 
     def parameters(self) -> list[dict[str, Any]]:
-        """Each parameter that is not declared: its name, meaning, interval, and whether the table narrowed it."""
+        """Return a row for each undeclared parameter: name, meaning, interval, and whether it was fitted."""
         found = []
         for name, share in self.told.items():
             low, median, high = np.quantile(self.values[name], LEVELS).tolist()
@@ -209,7 +210,7 @@ class Scaling:
 
 
 def shape(values: Mapping[str, Draws], size: Size, reference: tuple[float, float]) -> Draws:
-    """Seconds of a step over c, for each draw; ``reference``: about c in seconds, and b0."""
+    """Return seconds per step over c, for each draw; ``reference``: approximate c in seconds, and b0."""
     nodes, gpus = size.nodes, size.gpus_per_node
     seconds, batch = reference
     work = values["fixed"] + (1 - values["fixed"]) * size.local_batch / batch

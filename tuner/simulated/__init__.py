@@ -1,5 +1,6 @@
-"""A tuning in which nothing runs: the answer for a cluster that one does not have.
+"""Tuning by simulation alone: the answer for a cluster that is not available.
 
-``candidates`` are ranked by ten simulated steps each; ``answer`` simulates the best again under other seeds, says how sure
-that is (``uncertainty``), and ranks again under other ``assumptions``; ``sizes`` does the first for each size of a cluster.
+``candidates`` ranks strategies by ten simulated steps each. ``answer`` simulates the best again with other
+seeds, gives an interval (``uncertainty``), and ranks again under other ``assumptions``. ``sizes`` finds the
+best strategy for each size of a cluster.
 """

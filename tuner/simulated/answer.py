@@ -1,4 +1,4 @@
-"""Answer: a strategy for a cluster that one does not have, how much faster it should be, and what that hangs on."""
+"""Answer: the best strategy for a cluster that is not available, its gain, and what the answer depends on."""
 
 import dataclasses
 import math
@@ -37,7 +37,8 @@ from tuner.ways import Ways, over_seeds
 
 SCHEMA = 1
 RERANKED, SERVED_RERANKED = 6, 3
-"""Of the best strategies, simulated again under each changed assumption; beside them the best one with each value of any knob."""
+"""Number of best strategies that are simulated again under each assumption, without and with servers. The best
+strategy with each value of a knob is added."""
 RUNNERS_UP = 4
 OWN_DOES_NOT_FIT = "the experiment's own strategy needs more memory than a trainer has"
 
@@ -46,47 +47,53 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival(Config):
-    """Another strategy beside the recommended one."""
+    """A simulated strategy that is not recommended."""
 
     strategy: DistributedStrategy
     step_s: float
     to_target: float | None = None
-    """How many times as soon as the experiment's own it is at the target, where virtual trainers say so; ``interval`` is then of this."""
+    """Time to the target with the experiment's own strategy, divided by that with this one; None if unknown."""
     interval: tuple[float, ...] = ()
-    """Where the answer is to keep the experiment's own strategy, and of the first alone: both ends of the 90 % interval of its speed-up."""
+    """Ends of the 90 % interval of ``to_target``, or else of the speed-up. Only the first runner-up has it, if the
+    answer is to keep the experiment's own strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob(Config):
-    """What one knob is worth."""
+    """Gain by one knob of the recommended strategy."""
 
     name: str
     worth: float
-    """Time, of a step or to the target, with the knob as in the experiment, all others as recommended, over the recommended strategy's."""
+    """Time with the knob as in the experiment and all others as recommended, divided by the recommended
+    strategy's time; per step, or to the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case(Config):
-    """The answer under one changed assumption, with the draws of all else; the first is of none."""
+    """Answer under one changed assumption, with unchanged random draws. The first case changes no assumption."""
 
     assumption: str
     best: DistributedStrategy
     best_s: float
-    """Seconds of a step, or to the target where virtual trainers say how many steps that takes; as are the next two."""
+    """Seconds with the fastest strategy, per step or to the target. The next two fields have the same unit."""
     recommended_s: float
     default_s: float
     changes_answer: bool
-    """Whether keeping the recommended strategy costs more than ``tune.min_gain``; otherwise ``best`` is that one."""
+    """Whether keeping the recommended strategy costs more than ``tune.min_gain``. If not, ``best`` is the
+    recommended strategy."""
 
     @property
     def cost(self) -> float:
-        """What keeping the recommended strategy costs, as a share of the best one's time."""
+        """Extra time of keeping the recommended strategy, as a share of the fastest strategy's time."""
         return self.recommended_s / self.best_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRecommendation(Annotated):
-    """What to use, by simulation alone. ``speedup`` is the experiment's own strategy's step time over the recommended one's."""
+    """Recommendation by simulation alone.
+
+    ``speedup`` is the step time of the experiment's own strategy divided by that of the recommended one.
+    """
 
     schema: int = SCHEMA
     simulated: Literal[True] = True
@@ -94,47 +101,50 @@ class SimulatedRecommendation(Annotated):
     """Digest of the experiment."""
     name: str
     compute: str
-    """Where layer times come from."""
+    """Source of the layer times, and the stragglers, in words."""
     trainers: int
     strategy: DistributedStrategy
     step_s: float
     default_s: float
     parts: dict[str, float]
-    """Where the recommended strategy's step goes, in seconds: means over trainers, steps and seeds by the names of ``summary.json``, and
-    ``undelayed_s``, what compute is without delays: forward and backward of the layer table."""
+    """Seconds of the parts of the recommended strategy's step, as means over trainers, steps and seeds, by the
+    names in ``summary.json``; and ``undelayed_s``: forward and backward of the layer table, without delays."""
     samples_per_s: float
     tokens_per_s: float | None
     per_trainer: Utilisation
     speedup: float
     low: float
-    """Lower end of the two-sided 90 % interval."""
+    """Lower end of the two-sided 90 % interval of ``speedup``."""
     high: float
     spread: Spread
-    """What the interval is made of; where the answer is to keep the experiment's own strategy, that of the first runner-up."""
+    """Parts of the interval; if the answer is to keep the experiment's own strategy, of the first runner-up's
+    interval."""
     outside: tuple[str, ...]
-    """In which ways the experiment lies outside of what the simulator was compared with."""
+    """Ways in which the experiment lies outside of the measurements that the simulator was compared with."""
     target_loss: float | None = None
-    """Where virtual trainers have priced ways of training: what is compared is the time to it."""
+    """Target loss if the steps to it are known; strategies are then compared by their time to it."""
     to_target: float | None = None
-    """How many times as soon as the experiment's own the recommended strategy is there; none where it trains like that."""
+    """Time to the target with the own strategy, divided by that with the recommended one. None if both train
+    alike, or if it is unknown."""
     to_target_interval: tuple[float, ...] = ()
-    """Ends of its 90 % interval; none where one seed was trained, or both arrived with fewer than two."""
+    """Ends of the 90 % interval of ``to_target``; empty if both strategies arrived with fewer than two seeds."""
     trained: int = 0
-    """Seeds of virtual trainers."""
+    """Number of seeds with which virtual trainers trained."""
     arrived: int = 0
-    """Of these, with which both arrive."""
+    """Number of these seeds with which the recommended and the experiment's own strategy both arrive."""
     fits_in_memory: bool | None
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes of a trainer under the recommended strategy, by what they hold; empty where no profile tells."""
+    """Memory of a trainer under the recommended strategy, in bytes by content; empty if no profile has it."""
     knobs: tuple[Knob, ...]
     runners_up: tuple[Rival, ...]
     cases: tuple[Case, ...]
     seeds: int
     num_trials: int
     num_reranked: int
-    """Strategies simulated under each changed assumption."""
+    """Number of strategies that were simulated under each changed assumption."""
     caveat: str | None = None
-    """That no way is known to reach the target, or a learning rate with which the default itself is there sooner."""
+    """Caveats for the line, if any: the own strategy does not fit, no way is known to reach the target, or another
+    learning rate alone makes the default faster."""
 
     @property
     def keeps(self) -> bool:
@@ -179,8 +189,8 @@ def tune_simulated(
 ) -> tuple[SimulatedRecommendation, Path]:
     """Recommend a strategy by simulation alone, and return it with its folder below ``out``.
 
-    With a target, virtual trainers say (``learn``) how many steps ways of training take to it, as for ``tuner.tune``.
-    Raises ``ConfigError`` for what cannot be simulated, and where layer times are neither declared nor in a profile.
+    With a target, virtual trainers (``learn``) determine the steps that ways of training take to it, as in
+    ``tuner.tune``. Raises ``ConfigError`` for what cannot be simulated, and if layer times are unknown.
     """
     experiment = candidates.with_compute(experiment, out)
     folder = out / f"{experiment.name}-simulated-{experiment.digest()}-{new_run_id()}"
@@ -192,7 +202,7 @@ def tune_simulated(
         found.save(folder)
         if found.strategy != experiment.strategy:
             write_whole(folder / "recommended.md", page_of(found.strategy, experiment.strategy, found.line))
-    except BaseException:  # a Ctrl-C too leaves no half of it
+    except BaseException:  # after Ctrl-C, too, no part of the folder stays
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return found, folder
@@ -207,7 +217,8 @@ class _Answering:
     learn: Learn
     ways: Ways = field(default_factory=Ways)
     served: dict[str, RunResult] = field(default_factory=dict)
-    """What has been simulated with servers, by the experiment's digest: it takes a hundred times as long, and rows ask for the same."""
+    """Results with servers, by the experiment's digest. They are kept because they take a hundred times as long,
+    and several rows need the same ones."""
 
     def answer(self) -> SimulatedRecommendation:
         experiment, default = self.experiment, self.experiment.strategy
@@ -297,7 +308,7 @@ class _Answering:
         )
 
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
-        """Seconds of a step by strategy, under each of the answer's seeds, times the steps to the target, where these are known."""
+        """Return a function from a strategy to its seconds with each seed, per step or to the target."""
         measures = candidates.over_seeds(experiment, self.served)
         return lambda strategy: [self.ways.step_s(strategy, step_s) * self.ways.weight(strategy) for step_s in measures]
 
@@ -307,7 +318,7 @@ class _Answering:
         return Rival(strategy=strategy, step_s=step_s, to_target=to_target, interval=interval)
 
     def _told(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
-        """The items, as progress is told of them."""
+        """Yield the items, and report progress before each."""
         for done, item in enumerate(items):
             self.progress(what.format(len(items)), done, len(items))
             yield item
@@ -323,7 +334,7 @@ class _Answering:
         return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
 
     def _ends(self, default: DistributedStrategy, chosen: DistributedStrategy) -> list[float]:
-        """The speed-up at both ends of the estimated compute times; nothing where they are not estimated."""
+        """Return the speed-up at both ends of the estimated compute times; empty if compute is not estimated."""
         profile = profile_of(self.experiment)
         if profile is None or profile.estimated is None:
             return []
@@ -334,7 +345,7 @@ class _Answering:
         return found
 
     def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
-        """Each knob that the recommended strategy changes, set back alone; over one seed."""
+        """Return each knob that the recommended strategy changes, with its worth by one seed."""
         step_s, found = candidates.step_time(candidates.shortened(self.experiment), self.served), []
         for name, fields in CALLED.items():
             if all(getattr(default, field) == getattr(chosen, field) for field in fields):
@@ -344,12 +355,15 @@ class _Answering:
                 if self.ways.arrives(without):
                     weights = self.ways.weight(without) / self.ways.weight(chosen)
                     found.append(Knob(name=name, worth=weights * self.ways.step_s(without, step_s) / self.ways.step_s(chosen, step_s)))
-            except ConfigError:  # it goes with another knob alone
+            except ConfigError:  # the knob only works with another one
                 continue
         return tuple(sorted(found, key=lambda knob: -knob.worth))
 
     def _with_headline_draws(self, experiment: Experiment, trial_s: candidates.Times, chosen: DistributedStrategy) -> candidates.Times:
-        """Seconds of a step of the own strategy, the recommended one and the best of the trials, if that tells it from the recommended."""
+        """Return the times with the answer's draws of the own strategy, the recommended one, and the trials' best.
+
+        The last is left out if it is not faster than the recommended one by more than ``TIE``.
+        """
         best = min(sharded.fitting(self.experiment, trial_s), key=lambda strategy: trial_s[strategy])
         asked = [self.experiment.strategy, chosen, *([best] if trial_s[chosen] / trial_s[best] > 1 + candidates.TIE else [])]
         measure = self._over_seeds(experiment)
@@ -389,13 +403,16 @@ class _Answering:
 
 
 def _mean_parts(shared: Sequence[tuple[Experiment, float]], known: dict[str, RunResult]) -> dict[str, float]:
-    """Of a step's seconds, over kinds of rounds by their shares."""
+    """Return the parts of a step in seconds, as means over kinds of rounds weighted by their shares."""
     found = [(parts_of(candidates.simulated(experiment, known)), share) for experiment, share in shared]
     return {name: sum(share * parts[name] for parts, share in found) for name in found[0][0]}
 
 
 def _with_updates(spread: Spread, gain: float, updates: Updates | None) -> tuple[Spread, tuple[float, ...]]:
-    """The spread with that of the steps to the target, and the gain's interval; none of one seed, or where too few arrived."""
+    """Return the spread with that of the steps to the target added, and the interval of ``gain``.
+
+    The interval is empty if the steps to the target differ and too few seeds arrived.
+    """
     if updates is not None:
         low, high = (updates.half((1 - CONFIDENCE) / 2, side) for side in (-1, 1))
         if len(updates.ratios) < 2 or math.isinf(low + high):

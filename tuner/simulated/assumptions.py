@@ -1,7 +1,7 @@
 """Assumptions: the experiment with its bandwidth, latency, stragglers or compute changed by a factor.
 
-Measured times are changed in a copy of the profile, declared ones in the experiment. Everything else is equal, random draws
-included.
+Measured times are changed in a copy of the profile, declared ones in the experiment. Everything else stays
+the same, including random draws.
 """
 
 import dataclasses
@@ -20,19 +20,20 @@ FIELDS = {
     "stragglers": ("mean", "factor", "slowdown", "values"),
     "compute": ("forward", "backward", "ready", "update", "local_update", "resume"),
 }
-"""What each assumption is called in links, stragglers, layers and layer tables."""
+"""Names of the fields that each assumption scales, in links, stragglers, layers and layer tables."""
 RATIOS = ("factor", "slowdown")
-"""Of these, what is above 1 is changed: 1.5 twice as slow is 2."""
+"""Fields of which only the excess over 1 is scaled: twice a slowdown of 1.5 is 2."""
 FACTORS = (0.5, 2.0)
 JITTER = Jitter()
-"""What is assumed in turn where no stragglers are declared."""
+"""Stragglers that are assumed if the experiment declares none, instead of scaled ones."""
 Value = TypeVar("Value")
 
 
 def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experiment], list[Note]]:
-    """The experiment with each assumption halved and doubled, by a name such as ``bandwidth x 0.5``, and what cannot be.
+    """Return the experiment with each assumption halved and doubled, and notes about those that are not varied.
 
-    Copies of the profile are written to ``folder``.
+    Experiments are returned by a name such as ``bandwidth x 0.5``. Changed copies of the profile are written
+    to ``folder``.
     """
     found: dict[str, Experiment] = {}
     notes: list[Note] = []
@@ -55,7 +56,7 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experim
 
 
 def changed(experiment: Experiment, name: str, factor: float, folder: Path) -> Experiment:
-    """The experiment with one of ``FIELDS`` changed by a factor."""
+    """Return the experiment with the assumption ``name``, one of ``FIELDS``, scaled by a factor."""
     if name != "stragglers" and (profile := profile_of(experiment)) is not None:
         experiment = name_profile(experiment, scaled(profile, name, factor), folder / f"{name}_x{factor:.6g}.toml")
     if name == "compute":
@@ -64,7 +65,7 @@ def changed(experiment: Experiment, name: str, factor: float, folder: Path) -> E
 
 
 def scaled(value: Value, name: str, factor: float) -> Value:
-    """A config, or some of them, with one of ``FIELDS`` changed by a factor in it, and in what it holds."""
+    """Return a config, or a tuple of them, with an assumption's fields scaled, in nested configs, too."""
     held: Any = value
     if isinstance(held, tuple):
         return tuple(scaled(item, name, factor) for item in held)  # type: ignore[return-value]  # a tuple like it

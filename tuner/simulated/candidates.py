@@ -1,7 +1,8 @@
 """Candidates: the strategies that are tried, and their ranking by short simulations.
 
-They are those of ``fleetbench tune``: a space, or Fleet's modes of parameter servers. The best are simulated again, under other seeds:
-``over_seeds`` and ``choose`` make one answer of one cluster, alone or as a size among others.
+They are those of ``fleetbench tune`` (a space, or Fleet's modes of parameter servers) and sharded strategies.
+The best are simulated again with other seeds (``over_seeds``), and ``choose`` picks one of them, for a single
+cluster or for each size in a sweep.
 """
 
 import dataclasses
@@ -37,38 +38,41 @@ from tuner.space import parameters_of, search_space, way_of
 from tuner.ways import Ways, price_ways
 
 PER_SAMPLES = 10**6
-"""Samples that a cost is for where ``tune.samples`` names no number."""
+"""Number of samples whose cost is given if ``tune.samples`` is not set."""
 FINAL_STEPS = 50
-"""Counted steps of one simulation of the best."""
+"""Number of counted steps in a simulation of one of the best strategies."""
 SEEDS, SERVED_SEEDS = 8, 3
-"""Draws under which the best are simulated again; servers are simulated event by event, a hundred times as long."""
+"""Number of seeds with which the best strategies are simulated again, without and with servers. Servers are
+simulated event by event, which takes a hundred times as long."""
 FINALISTS, SERVED_FINALISTS = 6, 3
 TIE = 0.002
-"""Ten simulated steps tell strategies no further apart than this."""
+"""Relative difference of step times up to which ten simulated steps do not distinguish strategies."""
 
 Times = dict[DistributedStrategy, float]
-"""Seconds of a step."""
+"""Seconds by strategy, per step or to the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The strategies that were tried, and notes of those that were not."""
+    """Strategies that were tried, and notes about those that were not."""
 
     step_s: Times
-    """Seconds of a step by strategy, fastest first and of equal ones the simplest; the experiment's own is among them."""
+    """Seconds per step by strategy, the fastest first, and of equal ones the simplest. The experiment's own
+    strategy is included."""
     num_trials: int
     notes: tuple[Note, ...]
     ways: Ways = field(default_factory=Ways)
-    """Steps to the target by way of training. Where they are known, "fastest" means to the target, and ways that miss it are left out."""
+    """Steps to the target by way of training. If known, strategies are ordered by their time to the target, and
+    ways that miss it are left out."""
 
     def with_ways(self, count: int) -> list[DistributedStrategy]:
-        """The strategies, the best of each of the first ``count`` priced ways of training before others."""
+        """Return all strategies; if ways are priced, the best of each of the first ``count`` ways comes first."""
         leaders = {way_of(strategy.replace(lr_scale=1.0)): strategy for strategy in reversed(self.step_s)}
         best = [strategy for strategy in self.step_s if strategy in leaders.values()] if self.ways.updates else []
         return list(dict.fromkeys([*best[:count], *self.step_s]))
 
     def telling(self, count: int) -> list[DistributedStrategy]:
-        """The best ``count`` strategies, and the best one with each value that any of the others has."""
+        """Return the best ``count`` strategies, and the best strategy with each value of each parameter."""
         leaders = {value: strategy for strategy in reversed(self.step_s) for value in _values(strategy)}
         return list(dict.fromkeys([*islice(self.step_s, count), *leaders.values()]))
 
@@ -82,9 +86,10 @@ def ranked(
     learning: Progress | None = None,
     known: dict[str, RunResult] | None = None,
 ) -> Ranking:
-    """Try every different candidate, or as many as ``tune.trials`` allows, by Optuna. Raises ``ConfigError`` as ``simulate`` does.
+    """Simulate and rank all different candidates, or as many as ``tune.trials`` allows, chosen by Optuna.
 
-    ``learn``: see ``tuner.ways``; ``learning`` hears of it. ``known``: see ``simulated``.
+    ``learn``: see ``tuner.ways``; ``learning`` is its progress callback. ``known``: see ``simulated``. Raises
+    ``ConfigError`` as ``simulate`` does.
     """
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment), known), experiment.strategy
@@ -93,13 +98,13 @@ def ranked(
     else:
         found = search(experiment, search_space(experiment), None, out=out, step_s=measure, progress=tell)
     first = {tried.key: tried for tried in reversed(found.tried)}
-    seed = seeds_of(experiment).stop  # which chooses what the seeds of an answer prove
+    seed = seeds_of(experiment).stop  # none of an answer's seeds, which test what this one chooses
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
     tried: tuple[Tried, ...] = (*first.values(), *ways.others)
     is_wire_free = "wire16" in experiment.tune.allow
 
     def is_kept(one: DistributedStrategy) -> bool:
-        """Whether the strategy may be recommended: where no way arrives, nothing would price another way, or rounding."""
+        """Whether it may be recommended. If no way arrives, nothing prices another way, or rounding."""
         has_own_wire = parameters_of(one)["wire"] == parameters_of(own)["wire"]
         return not ways.in_vain or (way_of(one) == way_of(own) and (is_wire_free or has_own_wire))
 
@@ -118,7 +123,7 @@ def ranked(
         step_s[strategy] = measure(strategy)
         prices[strategy] = ways.weight(strategy) * step_s[strategy]
     num_trials = len(found.tried) + len(ways.others) + len(shards)
-    fitting = {own, *sharded.fitting(experiment, prices)}  # the own one is compared with in any case
+    fitting = {own, *sharded.fitting(experiment, prices)}  # the own one is needed for comparison
     if large := len(prices) - len(fitting):
         some = f"{large} of {num_trials} strategies"
         notes.append(left_out(some, "are left out", f"a {experiment.cluster.gpu} has too little memory for them"))
@@ -132,22 +137,25 @@ def ranked(
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
-    """The experiment with few counted steps: at least ``least``, or those of a trial."""
+    """Return the experiment with few counted steps: at least ``least`` (default: those of a trial)."""
     return (of_servers if experiment.strategy.mode == "ps" else of_collectives)(experiment, least)
 
 
 def ordered(step_s: Times) -> Times:
-    """Fastest first; of equal ones the one that changes least."""
+    """Return the times, the fastest first, and of equal ones the strategy with the fewest changes."""
     return dict(sorted(step_s.items(), key=lambda item: (item[1], len(flat(item[0].changes())))))
 
 
 def step_time(experiment: Window, known: dict[str, RunResult] | None = None) -> StepS:
-    """Seconds of a step of the whole training by strategy; strategies share their draws. ``known``: see ``simulated``."""
+    """Return a function that times a strategy: seconds per step of the whole training, with shared draws.
+
+    ``known``: see ``simulated``.
+    """
     return _step_times([experiment], {} if known is None else known)[0]
 
 
 def _step_times(seeded: Sequence[Window], known: dict[str, RunResult]) -> list[StepS]:
-    """``step_time`` of windows that differ in their seeds alone; without servers these are simulated together."""
+    """Return ``step_time`` of windows that differ only in their seeds, simulated together without servers."""
     first, seeds = seeded[0], [one.run.seed for one in seeded]
     if first.strategy.mode == "ps":
         return [partial(_served_step_s, one, known) for one in seeded]
@@ -166,9 +174,10 @@ def _served_step_s(window: Window, known: dict[str, RunResult], strategy: Distri
 
 
 def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: DistributedStrategy) -> float:
-    """Mean seconds of a step over a training's lengths of round, each timed by ``step_s``; see ``fleetbench.plan.rounds``.
+    """Return the mean seconds per step over the lengths of a training's rounds (``fleetbench.plan.rounds``).
 
-    Rounds that follow a declared loss are those of the ``whole`` training.
+    ``step_s`` times each length in the window. If rounds follow a declared loss, ``whole`` times the whole
+    training instead.
     """
     if strategy.follows_loss and window.workload.loss_curve is not None:
         return whole(strategy)
@@ -177,7 +186,7 @@ def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: Distribut
 
 
 def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> float:
-    """Seconds of a step in the window, or in a longer one where it holds no whole round."""
+    """Return the seconds per step in the window, or in a longer one if the window holds no whole round."""
     what = Combination.of(strategy)
     if what.whole_rounds(window.workload.steps) is None and what.is_local:
         workload = dataclasses.replace(window.workload, steps=BESIDE + what.steps_per_round)
@@ -186,7 +195,10 @@ def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> f
 
 
 def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
-    """The result of ``simulate``; with servers it is simulated once, and kept in ``known`` by the experiment's digest."""
+    """Return the result of ``simulate``.
+
+    Results with servers are kept in ``known``, by the experiment's digest, and not simulated again.
+    """
     if experiment.strategy.mode != "ps":
         return simulate(experiment, timeline=False, table=True)
     if (key := experiment.digest()) not in known:
@@ -195,7 +207,10 @@ def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
 
 
 def seeded(experiment: Experiment) -> list[Window]:
-    """The experiment under the seeds of an answer, which the ranking has not seen; under one where nothing is drawn."""
+    """Return the experiment with each seed of an answer, or with one if nothing is random.
+
+    The ranking has used none of these seeds.
+    """
     number, steps = (SERVED_SEEDS, None) if experiment.strategy.mode == "ps" else (SEEDS, FINAL_STEPS)
     length, first = shortened(experiment, steps), experiment.run.seed + 1
     seeds = range(first, first + (number if experiment.cluster.stragglers else 1))
@@ -203,19 +218,23 @@ def seeded(experiment: Experiment) -> list[Window]:
 
 
 def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> list[StepS]:
-    """``step_time`` under each of ``seeded``: equal clusters give equal times. ``known``: see ``simulated``."""
+    """Return ``step_time`` for each of ``seeded``, so that equal clusters have equal times.
+
+    ``known``: see ``simulated``.
+    """
     return _step_times(seeded(experiment), {} if known is None else known)
 
 
 def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
-    """The experiment's own strategy and the best of a ranking, each once."""
+    """Return the experiment's own strategy and the best of a ranking, without duplicates."""
     return list(dict.fromkeys([own, *islice(ranking, SERVED_FINALISTS if own.mode == "ps" else FINALISTS)]))
 
 
 def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """The strategy of least risk, then of fewest changes, among those that fit and are near the fastest.
+    """Return the strategy with the least risk among those that fit and are within ``TIE`` of the fastest.
 
-    The experiment's own if it fits and the other gains less than ``tune.min_gain``.
+    Of equal risks, the fewest changes decide. Return the experiment's own strategy if it fits and the other
+    gains no more than ``tune.min_gain``.
     """
     own, times = experiment.strategy, {one: step_s[one] for one in sharded.fitting(experiment, step_s)}
     least = min(times.values())
@@ -225,7 +244,7 @@ def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStr
 
 
 def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
-    """Values of everything in which candidates differ, with their names."""
+    """Return the names and values of everything in which candidates can differ."""
     return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
@@ -234,9 +253,10 @@ GATHERED = 'parameters are gathered in their own type. HINT: param_dtype = "bflo
 
 
 def with_compute(experiment: Experiment, out: Path) -> Experiment:
-    """The experiment with its layer times known: as declared, from its profile, or estimated for its ``cluster.gpu``, below ``out``.
+    """Return the experiment with known layer times: declared, from its profile, or estimated.
 
-    Raises ``ConfigError`` where nothing tells them, for nothing is measured here.
+    Estimates are for ``cluster.gpu``, and stored below ``out``. Raises ``ConfigError`` if layer times remain
+    unknown, because nothing is measured here.
     """
     workload, gpu = experiment.workload, experiment.cluster.gpu
     if workload.model == LAYERS or workload.profile is not None:
@@ -251,7 +271,10 @@ def with_compute(experiment: Experiment, out: Path) -> Experiment:
 
 
 def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStrategy], Experiment]) -> Experiment:
-    """The experiment whose profile has a table for recomputing, too, where no strategy fits without; made where it is not there."""
+    """Add a layer table for recomputation to the profile, if no strategy fits without recomputation.
+
+    The new profile is made only if its file does not exist.
+    """
     again, first, path = sharded.recomputed(experiment), profile_of(experiment), Path(str(experiment.workload.profile))
     if not again or first is None:
         return experiment
@@ -264,7 +287,10 @@ def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStr
 
 
 def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> list[Note]:
-    """Seconds of a step with each exchange of declared embeddings: gathered rows, dense gradients, and servers, if there are any."""
+    """Return a note with the seconds per step of each exchange of declared embeddings.
+
+    Exchanges are gathered rows, dense gradients, and servers if there are any.
+    """
     workload, cluster = experiment.workload, experiment.cluster
     if not any(spec.rows for spec in workload.layers):
         return []
@@ -290,13 +316,13 @@ def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> l
 
 
 def says(experiment: Experiment) -> str:
-    """Where the layer times of an experiment with known compute come from, in words, and which delays are added."""
+    """Describe the source of an experiment's known layer times, and the delays that are added to them."""
     profile = profile_of(experiment)
     return ("declared compute" if profile is None else profile.compute) + experiment.cluster.said_of_stragglers
 
 
 def caveats(experiment: Experiment) -> list[Note]:
-    """What every answer says, and what an estimated profile says of itself."""
+    """Return the notes that every answer has, and those of an estimated profile."""
     profile = profile_of(experiment)
     own = experiment.strategy
     may_halve = own.amp and own.amp_configs.dtype == "bf16" and own.sharding_configs.param_dtype == "own" and experiment.tune.sharding

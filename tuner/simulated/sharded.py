@@ -1,4 +1,4 @@
-"""Sharded strategies that --simulate-only tries, and the memory that a trainer needs under any."""
+"""Sharded strategies that --simulate-only tries, and the memory that a trainer needs under any strategy."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -23,9 +23,10 @@ _MOST_BY_EVENTS = 16
 
 
 def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[Note]]:
-    """Stages of ``tune.sharding`` that differ, over all trainers, within a node, and in groups of the experiment's own size.
+    """Return the sharded strategies to try, and notes about what is not tried.
 
-    Without merged gradients stages 1 and 2, and 3 whose blocks stay, run the same operations. Notes say what is not tried.
+    They are the stages of ``tune.sharding``, over all trainers, within a node, and in groups of the own size.
+    Without merged gradients, stages 1, 2, and 3 without resharding run the same operations: one is tried.
     """
     cluster, own, found = experiment.cluster, experiment.strategy, list[DistributedStrategy]()
     if own.mode == "ps" or cluster.trainers == 1:
@@ -57,14 +58,14 @@ def candidates(experiment: Experiment) -> tuple[list[DistributedStrategy], list[
             try:
                 strategy = base.replace(sharding=True, sharding_configs=one | also)
                 plan_of(experiment.replace(strategy=strategy))
-            except ConfigError as error:  # a sparse gradient, say, or a field that excludes it
+            except ConfigError as error:  # such as a sparse gradient, or a field that excludes sharding
                 return [], [left_out("sharding", "is not tried", error)]
             found += _with_wires(experiment, strategy)
     return [strategy for strategy in found if strategy != own], notes
 
 
 def _with_wires(experiment: Experiment, strategy: DistributedStrategy) -> list[DistributedStrategy]:
-    """The strategy, and with gradients in BF16 where rounding them is allowed."""
+    """Return the strategy, and if gradients may be rounded, also the strategy with gradients in BF16."""
     is_free, _ = needs(experiment)["rounding"]
     is_short = strategy.fp16_allreduce or strategy.bf16_allreduce
     if not is_free or is_short or all(DTYPE_BYTES[one.dtype] <= 2 for one in table_for(experiment).by_readiness()):
@@ -73,7 +74,7 @@ def _with_wires(experiment: Experiment, strategy: DistributedStrategy) -> list[D
 
 
 def recomputed(experiment: Experiment) -> list[DistributedStrategy]:
-    """The experiment's own strategy and the ``candidates``, recomputing every block, where none of them fits as it is."""
+    """Return the own strategy and the ``candidates``, recomputing every block, if none fits without that."""
     names = [gradient.name for layer in table_for(experiment).layers for gradient in layer.gradients]
     blocks, tried = [name for name in blocks_of(names) if name], [experiment.strategy, *candidates(experiment)[0]]
     if experiment.strategy.recompute or not blocks or any(fits(experiment.replace(strategy=one)) is not False for one in tried):
@@ -82,7 +83,7 @@ def recomputed(experiment: Experiment) -> list[DistributedStrategy]:
 
 
 def is_timed(experiment: Experiment) -> bool:
-    """Whether a profile has the strategy's layer table."""
+    """Whether the experiment's layer table is known: declared, or in its profile."""
     try:
         table_for(experiment)
     except ConfigError:
@@ -91,10 +92,11 @@ def is_timed(experiment: Experiment) -> bool:
 
 
 def of_script(experiment: Experiment) -> list[DistributedStrategy]:
-    """What a script's calls of ``fully_shard`` may do otherwise; its own come first.
+    """Return the strategies that a script's calls of ``fully_shard`` can have, its own first.
 
-    Blocks reshard after their forward, within their node, or stay; where a shard group is all trainers, there may be smaller ones, replicas
-    of each other. Gradients travel in BF16, too, where rounding is allowed.
+    After their forward, blocks are resharded, resharded within their node, or kept. If a shard group is all
+    trainers, smaller ones are added, which are replicas of each other; and gradients in BF16, if they may be
+    rounded.
     """
     own, trainers = experiment.strategy, experiment.cluster.trainers
     configs = own.sharding_configs
@@ -113,7 +115,7 @@ def of_script(experiment: Experiment) -> list[DistributedStrategy]:
 
 
 def name_of(strategy: DistributedStrategy) -> str:
-    """A sharded strategy in words."""
+    """Describe a sharded strategy in words."""
     configs = strategy.sharding_configs
     within = f" among {configs.sharding_degree} neighbours" if configs.sharding_degree else ""
     wire = ", gradients in BF16" if strategy.bf16_allreduce else ""
@@ -121,13 +123,13 @@ def name_of(strategy: DistributedStrategy) -> str:
 
 
 def plan_of(experiment: Experiment) -> Plan:
-    """The plan of an experiment whose layer times are known. Raises ``ConfigError`` for what cannot be planned."""
+    """Return the plan of an experiment with known layer times. Raises ``ConfigError`` if there is none."""
     table = table_for(experiment)
     return build_plan(experiment.strategy, table.by_readiness(), scenario.setting_of(experiment, table))
 
 
 def memory_of(experiment: Experiment) -> dict[str, int] | None:
-    """Bytes of a trainer by what they hold, as ``trainer_bytes``; none where its profile does not tell."""
+    """Return a trainer's memory in bytes by content, as in ``trainer_bytes``; None if no profile has it."""
     profile = profile_of(experiment)
     return None if profile is None or profile.memory is None else scenario.memory_of(experiment, plan_of(experiment))
 
@@ -139,6 +141,6 @@ def fits(experiment: Experiment) -> bool | None:
 
 
 def fitting(experiment: Experiment, strategies: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
-    """Those whose memory a trainer has, or of which that is not known; all of them where none fits."""
+    """Return the strategies that fit into a trainer's memory, or may fit; all of them if none does."""
     asked = list(strategies)
     return [one for one in asked if fits(experiment.replace(strategy=one)) is not False] or asked

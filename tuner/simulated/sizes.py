@@ -1,11 +1,13 @@
-"""Sizes: the best strategy for each value of a key, such as the number of nodes: speed, time, money and efficiency.
+"""Sizes: the best strategy for each value of a key, such as the number of nodes: speed, time, cost and efficiency.
 
-The smallest, the largest and each doubling between them is searched whole. At the values in between, the best strategies of the
-two searched neighbours compete, with the experiment's own. The best are then simulated again as for one cluster alone
-(``over_seeds``), so that both answers have the same step; which of several within 0.2 % is recommended, no assumption decides here.
+The smallest size, the largest and each doubling between them get a whole search. At other sizes, the best
+strategies of the two searched neighbours compete with the experiment's own. The best are then simulated again
+as for a single cluster (``over_seeds``), so that both answers have the same step time. Assumptions are not
+varied here, so they do not decide between strategies within 0.2 %.
 
-How many samples each global batch takes to the target, runs at some batch sizes tell: those of the experiment, or else virtual trainers'.
-The law of ``samples_to_target`` carries them to the others, and tells where the time to the target, and its price, are least.
+The samples to the target are known for some global batches, from the experiment's reference points or else
+from virtual trainers. The law of ``samples_to_target`` predicts them for the others, and shows where the time
+and the cost to the target are least.
 """
 
 import itertools
@@ -36,41 +38,43 @@ CARRIED = 5
 """Number of the best strategies that are taken from each searched neighbour."""
 SECONDS_PER_DAY = 86_400
 SEED_SPREAD = 0.16
-"""Standard deviation between seeds of what small models take to a target, as a share: virtual trainers train one seed a batch size."""
+"""Standard deviation between seeds of small models' samples to a target, as a share. It is assumed because
+virtual trainers train one seed per batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size(Config):
-    """The answer at one value of the swept key."""
+    """Answer at one value of the swept key."""
 
     value: str
     trainers: int
     searched: bool
-    """Whether the whole space was tried here, or what its neighbours found."""
+    """Whether the whole space was searched at this value; else only the best strategies of its neighbours."""
     strategy: DistributedStrategy
-    """The experiment's own, unless another is faster by more than ``tune.min_gain``."""
+    """Recommended strategy: the experiment's own, unless another is faster by more than ``tune.min_gain``."""
     step_s: float
     default_s: float
-    """Seconds of a step with the experiment's own strategy."""
+    """Seconds per step with the experiment's own strategy."""
     samples_per_s: float
     tokens_per_s: float | None
     per_trainer: Utilisation
     efficiency: float
-    """Samples a second and trainer, over the first value's."""
+    """Samples per second and trainer, as a share of those at the first value."""
     days: float | None
-    """Days to ``tune.samples``, or where ``samples`` is known to the target."""
+    """Days to the target if ``samples`` is known, else for ``tune.samples``; None if neither is known."""
     cost: float | None
-    """Cost of the same, or of a million samples where neither is known; none without ``tune.price_per_trainer_hour``."""
+    """Cost of these days, or of a million samples if ``days`` is None; None without
+    ``tune.price_per_trainer_hour``."""
     samples: tuple[float, ...] = ()
-    """Samples of one run to the target with this global batch: low, median and high of a 90 % interval; empty where nothing tells them."""
+    """Samples of one run to the target: low, median and high of a 90 % interval; empty if unknown."""
     days_interval: tuple[float, ...] = ()
-    """Both ends of the 90 % interval of ``days`` to the target, by the seeds, the law and the simulator's error."""
+    """Ends of the 90 % interval of ``days`` to the target, from seeds, the law, and the simulator's error."""
     fits_in_memory: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes(Config):
-    """The answers of a sweep, in the order of its values."""
+    """Answers of a sweep, in the order of its values."""
 
     name: str
     key: str
@@ -82,12 +86,12 @@ class Sizes(Config):
 
     @property
     def priced_samples(self) -> float:
-        """Number of samples that ``cost`` pays for, where no target is known."""
+        """Number of samples that ``cost`` pays for if the samples to the target are unknown."""
         return self.samples or candidates.PER_SAMPLES
 
     @property
     def least(self) -> dict[str, Size]:
-        """The size that is at the target first, and the cheapest, by their medians; nothing where no law tells them."""
+        """Sizes that reach the target ``soonest`` and ``cheapest``, by medians; empty without a law."""
         told = [size for size in self.sizes if size.samples and size.fits_in_memory is not False]
         found = {"soonest": min(told, key=lambda size: size.days or 0.0)} if told else {}
         return found | ({"cheapest": min(told, key=lambda size: size.cost or 0.0)} if told and told[0].cost is not None else {})
@@ -96,14 +100,14 @@ class Sizes(Config):
 def tune_sizes(
     load: Load, *axes: Axis, out: Path, progress: Callable[[int, int], None] | None = None, learn: Learn = by_virtual_trainers
 ) -> Sizes:
-    """The best strategy at each value of the axis, or at each pair of values of two.
+    """Return the best strategy at each value of one axis, or at each pair of values of two axes.
 
     Args:
-        load: gives the experiment with overrides, as for ``sim.many.sweep``.
-        axes: the key and its values; a second one, such as ``workload.batch_size``, repeats the first at each of its values.
-        out: where large searches are kept.
-        progress: told how many values are done.
-        learn: the seam to virtual trainers, as for ``tune_simulated``.
+        load: loads the experiment with overrides, as in ``sim.many.sweep``.
+        axes: a key and its values. A second axis repeats the first one at each of its values.
+        out: folder in which large searches are kept.
+        progress: called with the numbers of finished and of all points.
+        learn: runs virtual trainers, as in ``tune_simulated``.
 
     Raises:
         ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
@@ -114,7 +118,7 @@ def tune_sizes(
     keys = [first_axis.key, *(axis.key for axis in reversed(others))]
     settings = [[f"{key}={value}" for key, value in zip(keys, point, strict=True)] for point in points]
     experiments: list[Experiment] = []
-    for setting in settings:  # all, before the first is estimated
+    for setting in settings:  # load all of them before the first is estimated
         with naming(f"the point {' '.join(setting)}"):
             experiments.append(load(setting))
     experiments = [candidates.with_compute(experiment, out) for experiment in experiments]
@@ -160,7 +164,10 @@ def tune_sizes(
 
 
 def _anchors(trainers: Sequence[int]) -> list[int]:
-    """Indices of the values that are searched whole: the first, the last, and each at least twice as large as the one before."""
+    """Return the indices of the sizes with a whole search.
+
+    They are the first, the last, and each that is at least twice as large as the previous one.
+    """
     found = [0]
     for index in range(1, len(trainers)):
         if trainers[index] >= 2 * trainers[found[-1]] or index == len(trainers) - 1:
@@ -169,12 +176,12 @@ def _anchors(trainers: Sequence[int]) -> list[int]:
 
 
 def _carried(experiment: Experiment, neighbours: Sequence[candidates.Times]) -> candidates.Times:
-    """Seconds of a step of the neighbours' best strategies, fastest first."""
+    """Return the seconds per step of the neighbours' best strategies, fastest first."""
     measure, found = candidates.step_time(candidates.shortened(experiment)), {}
     for strategy in dict.fromkeys([experiment.strategy, *(strategy for near in neighbours for strategy in list(near)[:CARRIED])]):
         try:
             found[strategy] = measure(strategy)
-        except ConfigError:  # such as a hierarchy that this size has not
+        except ConfigError:  # such as a hierarchy that this size cannot have
             if strategy == experiment.strategy:
                 raise
     fitting = {experiment.strategy, *sharded.fitting(experiment, found)}
@@ -182,7 +189,7 @@ def _carried(experiment: Experiment, neighbours: Sequence[candidates.Times]) -> 
 
 
 def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Times:
-    """The best again, as in an answer for this size alone; the experiment's own where no trial gains enough."""
+    """Simulate the best strategies again, as for this size alone; only the own one if no trial gains enough."""
     own, measures = experiment.strategy, candidates.over_seeds(experiment)
     gains = ranking[own] / next(iter(ranking.values())) - 1 > experiment.tune.min_gain - candidates.TIE
     fits = own in sharded.fitting(experiment, ranking)
@@ -192,7 +199,7 @@ def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Ti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Law:
-    """Samples to the target by global batch, and where they are from."""
+    """Samples to the target by global batch, with their source in ``note``."""
 
     points: tuple[ReferencePoint, ...] = ()
     noise: Noise | None = None
@@ -200,7 +207,10 @@ class _Law:
 
     @classmethod
     def of(cls, experiments: Sequence[Experiment], out: Path, learn: Learn) -> "_Law":
-        """By the file's points; else by virtual trainers, as far as ``tune.search_seconds`` go; else by a profile's noise scale."""
+        """Return the law by the file's points, or by virtual trainers, as far as ``tune.search_seconds`` go.
+
+        Without either, it is by a profile's noise scale.
+        """
         first = experiments[0]
         tune, profile = first.tune, profile_of(first)
         measured = None if profile is None else profile.gradient_noise
@@ -222,29 +232,32 @@ class _Law:
         return cls(points=points, noise=noise, note=f"{note}, for learning rates that are tuned for their batch")
 
     def comparable(self, experiment: Experiment, times: candidates.Times) -> candidates.Times:
-        """Strategies that train as the experiment's own, whose samples the law tells; all, where there is none."""
+        """Return the strategies for which the law holds: those that train like the own one; all without points."""
         own = way_of(experiment.strategy)
         return {one: step_s for one, step_s in times.items() if way_of(one) == own} if self.points else times
 
     def samples(self, experiment: Experiment) -> tuple[float, ...]:
-        """Samples of one run to the target: low, median, high; empty without points."""
+        """Return the samples of one run to the target: low, median, high; empty without points."""
         return samples_to_target(self.points, _global_batch(experiment), self.noise) if self.points else ()
 
 
 def _global_batch(experiment: Experiment) -> int:
-    """Samples of an update."""
+    """Return the number of samples per update, over all trainers."""
     strategy = experiment.strategy
     merged = strategy.gradient_merge_configs.k_steps if strategy.gradient_merge else 1
     return experiment.cluster.trainers * experiment.workload.batch_size * merged
 
 
 def _trained(experiments: Sequence[Experiment], out: Path, learn: Learn) -> tuple[ReferencePoint, ...]:
-    """Samples that virtual trainers take to the target with their best learning rate, at the global batches that there is time for."""
+    """Return the samples to the target by virtual trainers, at the global batches for which there is time.
+
+    They use their best learning rate.
+    """
     found: dict[int, ReferencePoint] = {}
     end = time.process_time() + experiments[0].tune.search_seconds
     by_batch = {_global_batch(experiment): experiment for experiment in experiments}
     smallest, *others = sorted(by_batch)
-    for number, batch in enumerate([smallest, *others[-1:], *others[:-1]]):  # the ends first: one size says little of others
+    for number, batch in enumerate([smallest, *others[-1:], *others[:-1]]):  # ends first: one batch size tells little about others
         experiment, left_s = by_batch[batch], (end - time.process_time()) / max(1, 2 - number)
         if left_s <= 0 or not is_trainable(experiment):
             continue

@@ -1,7 +1,8 @@
 """Uncertainty: how far a simulated speed-up may be from the one that would be measured.
 
-Three parts, of independent causes, in logarithms of the speed-up, each a half-width of a two-sided 90 % interval; they add
-in quadrature: the draws of stragglers, the simulator's own error, and the error of estimated compute.
+Up to four independent parts add in quadrature: draws of stragglers, the simulator's own error, the error of
+estimated compute, and the spread of the steps to the target. Each is the half-width of a two-sided 90 %
+interval of the logarithm of the speed-up.
 """
 
 import math
@@ -17,41 +18,44 @@ from fleetbench.quantities import BitsPerSecond
 
 CONFIDENCE = 0.90
 MODEL_ERROR = 0.083
-"""Of 28 pairs of strategies in declared clusters (reports/network) 90 % have a log-ratio of step times predicted within this."""
+"""Error of the predicted log ratio of step times that 90 % of 28 pairs of strategies in declared clusters do
+not exceed (reports/network)."""
 FIRST_LOOK_ERROR = 0.068
-"""The same of 254 pairs in environments not run before (reports/fidelity): added for each way out of what was measured."""
+"""Error of the log ratio that 90 % of 254 pairs in environments not run before do not exceed (reports/fidelity),
+added for each of ``ways_outside``."""
 MEASURED_TRAINERS = 4
 MEASURED_BANDWIDTH = BitsPerSecond(200 * 10**6)
-"""The most trainers, and the fastest links, of that grid."""
+"""Largest number of trainers, and bandwidth of the fastest links, that the simulator was compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread(Config):
-    """Half-widths, as shares."""
+    """Parts of the uncertainty of a speed-up, as half-widths of the interval of its logarithm."""
 
     seeds: float
     model: float
     estimate_low: float = 0.0
-    """Below the speed-up; above it: ``estimate_high``."""
+    """Half-width below the speed-up, from estimated compute; above it: ``estimate_high``."""
     estimate_high: float = 0.0
     updates_low: float = 0.0
-    """Of the speed-up to a target: its steps, by seed."""
+    """Half-width below the speed-up to a target, from the spread of its steps; above it: ``updates_high``."""
     updates_high: float = 0.0
 
     def interval(self, speedup: float) -> tuple[float, float]:
-        """The ends around a speed-up."""
+        """Return the ends of the interval around a speed-up."""
         low = math.hypot(self.seeds, self.model, self.estimate_low, self.updates_low)
         high = math.hypot(self.seeds, self.model, self.estimate_high, self.updates_high)
         return speedup * math.exp(-low), speedup * math.exp(high)
 
 
 def spread_of(ratios: Sequence[float], outside: Sequence[str], ends: Sequence[float] = ()) -> Spread:
-    """The parts of one speed-up's uncertainty.
+    """Return the parts of the uncertainty of one speed-up.
 
     Args:
-        ratios: the speed-up under each seed; another seed's lies within t(n - 1) sd sqrt(1 + 1/n) of their mean in 90 % of cases.
-        outside: ways in which the experiment lies outside of what was measured.
-        ends: the speed-up at both ends of the estimated compute times.
+        ratios: speed-up with each seed. In 90 % of cases, another seed's logarithm lies within t(n - 1) sd
+            sqrt(1 + 1/n) of the mean of their logarithms.
+        outside: ``ways_outside``.
+        ends: speed-up at both ends of the estimated compute times.
     """
     logs = [math.log(ratio) for ratio in ratios]
     seeds = 0.0
@@ -68,7 +72,10 @@ def spread_of(ratios: Sequence[float], outside: Sequence[str], ends: Sequence[fl
 
 
 def ways_outside(experiment: Experiment) -> tuple[str, ...]:
-    """In which ways the experiment lies outside of what was measured: emulated compute, gloo over shaped links."""
+    """Return the ways in which the experiment lies outside of what was measured.
+
+    Compute was emulated, and gloo used shaped links.
+    """
     cluster, run = experiment.cluster, experiment.run
     fast = [link for link in (cluster.intra, cluster.inter) if link is not None and link.bandwidth > MEASURED_BANDWIDTH]
     ways = (

@@ -1,4 +1,4 @@
-"""Causes of a slow step, each with its evidence and a remedy."""
+"""Causes of a slow step, each with its evidence and, if one is known, a remedy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NETWORK, SLOW = "the network", "a slow rank"
 LEAST_SHARE = 0.02
 """Smallest share of a step that is a cause."""
 _LEAST_INPUT = 0.05
-"""Smallest share of a step at which waiting for batches is a cause: every loop gets its next batch from
-somewhere."""
+"""Smallest share of a step at which waiting for batches is a cause. Every loop spends some time on its next
+batch."""
 _UNEVEN = 1.1
-"""Ratio of two batches' sizes from which they are uneven."""
+"""Ratio of two batch sizes above which they count as uneven."""
 _LEAST_CODE = 0.1
 """Smallest share of a step at which the script's own code is a cause."""
 _DOING: dict[Kind, str] = {
@@ -47,7 +47,7 @@ _DOING: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """Result of pairs of legs in the running script: seconds per step, with and without a remedy."""
+    """Result of trying a remedy in the running script, in pairs of legs with and without it."""
 
     today_s: float
     """Seconds per step without the remedy."""
@@ -58,15 +58,15 @@ class Tried:
     high_s: float
     """Upper end of the 90 % interval of ``other_s``."""
     pairs: int
-    """Number of pairs."""
+    """Number of pairs of legs."""
 
     @property
     def helps(self) -> bool:
-        """Whether the interval is below today's seconds."""
+        """Whether the whole interval is below ``today_s``."""
         return self.high_s < self.today_s
 
     def __str__(self) -> str:
-        """Milliseconds per step today and with the remedy, with the interval."""
+        """Return the milliseconds per step today and with the remedy, with the interval."""
         today, other, low, high = (milliseconds(seconds) for seconds in (self.today_s, self.other_s, self.low_s, self.high_s))
         return f"{today} -> {other} ms [{low}, {high}], {counted(self.pairs, 'pair')}"
 
@@ -80,46 +80,46 @@ class Cause:
     what: str
     """Evidence, as a sentence."""
     shares: tuple[Share, ...]
-    """Parts of a step that it takes."""
+    """Shares of a step that the cause takes."""
     remedy: str = ""
-    """What to type or to do; empty if no remedy is known."""
+    """Argument, variable or action that helps; empty if none is known."""
     change: DdpChange | None = None
-    """Remedy that the running script can try; none if it cannot."""
+    """The remedy as a change that the running script can try; None if it cannot try the remedy."""
     spares: bool = True
-    """Whether the remedy removes its shares; otherwise only ``change`` defines its effect."""
+    """Whether the remedy removes ``shares``. If not, ``change`` or ``interface`` define its effect."""
     trains_differently: str = ""
-    """How it changes training; empty if it does not."""
+    """How the remedy changes training; empty if it does not."""
     interface: float | None = None
-    """Factor by which it makes the link faster."""
+    """Factor by which another network interface makes the link faster; None if no faster one is known."""
     simulated_s: float | None = None
-    """Seconds per step with the remedy, simulated from the job's own profile."""
+    """Simulated seconds per step with the remedy, or without the cause if no remedy is known."""
     tried: Tried | None = None
-    """Result of trying the remedy; none if it was not tried."""
+    """Result of trying the remedy; None if it was not tried."""
 
     @property
     def seconds(self) -> float:
-        """Seconds per step of its shares."""
+        """Seconds per step of ``shares``."""
         return total_s(self.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Everything known about a job."""
+    """Everything observed about a job."""
 
     logs: tuple[RankLog, ...]
     """Records of all ranks."""
     shares: Shares
     """Shares of a step."""
     alone: Readiness | None = None
-    """Readiness of gradients without an exchange; none if not measured."""
+    """Readiness of gradients without an exchange; None if not measured."""
     links: Links | None = None
-    """Measured links; none if not measured."""
+    """Measured links; None if not measured."""
     transports: Transports | None = None
-    """NCCL's transports, if its log has them."""
+    """NCCL's transports; None if the job's output does not report them."""
 
     @property
     def model(self) -> Model:
-        """Model of rank 0."""
+        """Model that rank 0 trains."""
         return self.logs[0].model
 
     @property
@@ -129,29 +129,32 @@ class Seen:
 
 
 def causes_of(seen: Seen) -> list[Cause]:
-    """Return the causes of at least 2 % of a step, and settings whose costs no share shows."""
+    """Return causes that take at least 2 % of a step, and settings whose full cost no share shows."""
     found = [*_ranks(seen), *_network(seen), *_regathers(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
 
 def ranked(causes: Sequence[Cause], step_s: float) -> list[Cause]:
-    """Return the causes of a step of ``step_s`` seconds in order of their gains.
+    """Return the causes of a step of ``step_s`` seconds, the largest gain first.
 
-    A gain without a remedy counts half, because it is a bound: nobody has a network that takes no time.
+    A gain without a remedy counts half, because it is only a bound: no network takes no time.
     """
     return sorted(causes, key=lambda cause: (-gain_s(cause, step_s) * (1.0 if cause.remedy else 0.5), -cause.seconds))
 
 
 def gain_s(cause: Cause, step_s: float) -> float:
-    """Return the seconds saved without a cause in a step of ``step_s`` seconds: as tried, or else as simulated."""
+    """Return the seconds that a step of ``step_s`` seconds saves without the cause, as tried or simulated."""
     if cause.tried is not None:
         return (1 - cause.tried.other_s / cause.tried.today_s) * step_s if cause.tried.helps else 0.0
     return 0.0 if cause.simulated_s is None else step_s - cause.simulated_s
 
 
 def _ranks(seen: Seen) -> Iterator[Cause]:
-    """Yield waits for other ranks, and loaders; one cause if a slow rank waits for its batches."""
+    """Yield the causes of waiting for other ranks, and for batches.
+
+    These are one cause if a rank is slow because it waits for its batches.
+    """
     inputs = list(_input(seen))
     waits = tuple(share for share in seen.shares.shares if share.rank is not None and share.period is None)
     rank = seen.shares.steady_rank
@@ -167,9 +170,10 @@ def _ranks(seen: Seen) -> Iterator[Cause]:
 
 
 def _changing_rank(seen: Seen, waits: tuple[Share, ...]) -> Cause:
-    """Return the cause of a changing slowest rank.
+    """Return the cause of waits for a slowest rank that changes from step to step.
 
-    It names uneven batches if in half of the steps the largest is a tenth above the smallest.
+    It is uneven batches if, in at least half of the steps, the largest batch is more than 10 % larger than
+    the smallest.
     """
     steps = list(zip(*(log.batches for log in seen.logs), strict=False))
     ratios = [max(sizes) / min(sizes) for sizes in steps if max(sizes) > _UNEVEN * min(sizes) > 0]
@@ -183,7 +187,7 @@ def _changing_rank(seen: Seen, waits: tuple[Share, ...]) -> Cause:
 
 
 def _slow_rank(seen: Seen, rank: int, waits: tuple[Share, ...]) -> Cause:
-    """Return the cause of a slow rank; ``waits`` are those for it, the longest first."""
+    """Return the cause of waits for the slow rank ``rank``; ``waits`` are their shares, the longest first."""
     kind, log, others = waits[0].kind, seen.logs[rank], [log for log in seen.logs if log.rank != rank]
     own_s, other_s = _own_s(log, kind), statistics.fmean(_own_s(other, kind) for other in others)
     what = f"rank {rank} {_DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
@@ -206,7 +210,7 @@ def _input(seen: Seen) -> Iterator[Cause]:
 
 
 def _more_workers(seen: Seen, rank: int) -> str:
-    """Suggest more loader processes; empty if batches are computed and no core is free."""
+    """Advise more loader processes; empty if the main thread computes batches and no core is free."""
     log = seen.logs[rank]
     if log.loader is None:
         return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
@@ -287,11 +291,11 @@ def _unused(seen: Seen) -> Iterator[Cause]:
 
 
 def _seldom(seen: Seen) -> Iterator[Cause]:
-    """Yield work that occurs in some steps only, on all ranks or on one."""
+    """Yield the causes that are work in some steps only, on all ranks or on one."""
     found = [share for share in seen.shares.shares if share.period is not None]
     for kind in dict.fromkeys(share.kind for share in found):
         shares = tuple(share for share in found if share.kind == kind)
-        rank, period = shares[0].rank, shares[0].period or 1  # the longest
+        rank, period = shares[0].rank, shares[0].period or 1  # those of the longest share
         once_s = total_s(share for share in shares if share.period == period) * period
         actor = "each rank" if rank is None else f"rank {rank}"
         often = "one of the steps" if period >= seen.shares.num_steps else f"every {period} steps"
@@ -306,19 +310,22 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
 
 
 def _loop(seen: Seen) -> Iterator[Cause]:
-    """Yield other work of the loop. Every loop computes its loss, so a tenth of a step is no cause."""
+    """Yield the script's own code and its own collectives as causes.
+
+    Code counts from a tenth of a step on, because every loop computes its loss.
+    """
     code, calls = seen.shares.part("loop"), seen.shares.part("collective")
     if total_s(code) >= _LEAST_CODE * seen.shares.step_s:
         what = f"code outside of forward, backward and update takes {milliseconds(total_s(code))} ms per step"
         yield Cause(name="the script's own code", what=what + _mostly(_line(seen.logs[0], "loop")), shares=code)
     line = _line(seen.logs[0], "collective")
     what = f"its calls of torch.distributed take {milliseconds(total_s(calls))} ms per step{_mostly(line)}"
-    remedy = "" if " of " in line else "average it over steps, or exchange it seldom"  # such a line is a library's
+    remedy = "" if " of " in line else "average it over steps, or exchange it seldom"  # " of " marks a library's line
     yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy)
 
 
 def _threads(seen: Seen) -> Iterator[Cause]:
-    """Yield threads of torch that exceed the cores, or are fewer than half of them.
+    """Yield a cause if the ranks' torch threads exceed the cores, or use at most half of them.
 
     On GPUs the number of threads hardly matters.
     """
@@ -337,7 +344,7 @@ def _threads(seen: Seen) -> Iterator[Cause]:
 
 
 def _own_s(log: RankLog, kind: Kind) -> float:
-    """Return the seconds per step of a rank's own work of a kind."""
+    """Return the seconds per step that a rank spends on work of this kind."""
     return sum(span.end_ns - span.start_ns for span in spans_of(log) if span.kind == kind) * 1e-9 / max(1, log.num_steps)
 
 
@@ -350,9 +357,9 @@ def _mostly(line: str) -> str:
 
 
 def _line(log: RankLog, kind: Kind, *, rare: bool = False) -> str:
-    """Return the script's line with most samples of a kind, if it has a third of them.
+    """Return the script's line with the most samples of a kind; empty if it has less than a third of them.
 
-    ``rare``: of its longest spans.
+    ``rare``: only of the longest spans.
     """
     spans = [span for span in spans_of(log) if span.kind == kind]
     longest = max((span.end_ns - span.start_ns for span in spans), default=0)

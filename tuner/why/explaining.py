@@ -1,4 +1,4 @@
-"""Explaining: observe a command's ranks, name what makes their steps long, and what would help."""
+"""Explaining: observes a command's ranks, and names what makes their steps long and what would help."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from tuner.why.simulated import Additive, Simulated, simulated_of
 from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
-"""Largest number of observed steps, and the approximate share of the time for observing."""
+"""Largest number of observed steps, and approximate share of ``seconds`` spent on observing them."""
 _ALONE, _ALONE_S = 100, 3.0
-"""Largest number of steps without an exchange, and the approximate seconds for it."""
+"""Largest number of steps without an exchange, and approximate seconds for them."""
 _LONGEST_ALONE = 1.1
-"""Share of a step above which compute without an exchange counts as disturbed."""
+"""Ratio of compute without an exchange to a step with one, above which the measurement was disturbed."""
 _TRACED = 6
 """Number of steps that torch.profiler records."""
 _WARMUP = 5
 BUCKETS = "the buckets"
-"""Name of a cause."""
+"""Name of the cause that another bucket size remedies."""
 _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
 _GAIN = 0.02
 """Smallest gain, as a share of a step, for which a remedy is recommended."""
 _GAIN_OF_ROUNDING = 0.1
-"""Smallest gain, as a share of a step, for which a remedy is recommended that rounds gradients."""
+"""Smallest gain, as a share of a step, for which a remedy that rounds gradients is recommended."""
 _HIDDEN = 0.4
-"""Share of the exposed exchange from which better buckets are the remedy instead of the network."""
+"""Share of the exposed exchange that other buckets must hide to be the remedy, instead of the network."""
 _TRIES = 3
-"""Largest number of remedies that are tried."""
+"""Largest number of remedies that are tried in the running script."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -63,11 +63,12 @@ def explain(
     workdir: Path | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Start the command, observe its steps, and stop it.
+    """Start the command, explain its steps, and stop it.
 
-    ``seconds``: approximate time from its start. ``traces``: record some steps with torch.profiler and use
-    their shares, because a host's times do not show what its device does; default: on GPUs. Raises
-    ``ConfigError`` if nothing trains that could be observed, ``LegFailed`` with the rank that breaks.
+    ``seconds``: approximate duration of all this. ``traces``: whether to record some steps with
+    torch.profiler and use their shares, because a host's times do not show what its device does; default: on
+    GPUs only. Raises ``ConfigError`` if nothing trains that could be observed, and ``LegFailed`` with the
+    rank that fails.
     """
     began, tell, notes = time.monotonic(), progress or (lambda *_: None), list[str]()
     with LookedAt(command, run, workdir) as job:
@@ -116,9 +117,9 @@ def explain(
 
 
 def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> float | None:
-    """Return seconds per step with all remedies that do not change training; none if no gain is known.
+    """Return the seconds per step with all remedies that do not change training; None if none of them gains.
 
-    Remedies that were simulated are simulated together; those that were only tried add their measured gains.
+    Simulated remedies are simulated together; those that were only tried add their measured gains.
     """
     helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and gain_s(cause, seen.shares.step_s) > 0]
     together = [cause for cause in helpful if cause.simulated_s is not None]
@@ -138,9 +139,9 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
 
 
 def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
-    """Return compute in steps without an exchange, with parameters that got no gradient on some rank.
+    """Return rank 0's compute in steps without an exchange, with all ranks' unused parameters.
 
-    None if the script ends, if nothing was observed, or if that compute takes more than 1.1 of a step.
+    Return None if the script ends, if nothing was observed, or if compute takes more than 1.1 of a step.
     """
     parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
     if job.is_over:
@@ -158,7 +159,7 @@ def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Re
 
 
 def _traced(job: LookedAt) -> TraceShares | None:
-    """Return shares by torch.profiler; none if the script ends.
+    """Return the shares of steps that torch.profiler traces; None if the script ends.
 
     Python calls are recorded in separate steps, because they slow the host.
     """
@@ -172,7 +173,7 @@ def _traced(job: LookedAt) -> TraceShares | None:
 
 
 def _numbers(seen: Seen) -> dict[str, float]:
-    """Return milliseconds per step by activity; all waits for ranks are one number."""
+    """Return milliseconds per step by activity, for the script's trackers; all waits are one number."""
     numbers = {"fleetbench/step_ms": 1e3 * seen.shares.step_s}
     for share in seen.shares.shares:
         name = f"fleetbench/{share.kind if share.rank is None else 'wait'}_ms"
@@ -181,7 +182,7 @@ def _numbers(seen: Seen) -> dict[str, float]:
 
 
 def _simulate(cause: Cause, seen: Seen, simulated: Simulated | Additive | None) -> Cause:
-    """Return the cause with the seconds per step without it; a remedy without a gain is dropped."""
+    """Return the cause with ``simulated_s``, and without a remedy that neither gains nor can be tried."""
     if simulated is None or not (cause.spares or cause.interface is not None):
         return cause
     after_s = simulated.step_s([cause])
@@ -209,9 +210,9 @@ def _better_buckets(seen: Seen, simulated: Simulated | Additive | None) -> Itera
 
 
 def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> list[Cause]:
-    """Return the causes with the step time without the network's, unless other buckets hide much of it.
+    """Add the step time without the network to its cause, unless it has a remedy, or other buckets hide much.
 
-    If no setting makes the link faster, 16-bit gradients are the remedy, if they gain a tenth of a step.
+    If 16-bit gradients gain a tenth of a step, they are the remedy, and the step time is theirs.
     """
     step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients", "gathers")
     hidden_s = max((step_s - cause.simulated_s for cause in causes if cause.name == BUCKETS and cause.simulated_s is not None), default=0.0)
@@ -230,7 +231,8 @@ def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additiv
 def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:
     """Yield the causes with results of trying their remedies in the running script.
 
-    A remedy that does not help is dropped, and its cause, too, if it has no share.
+    A remedy that does not help is dropped. Its cause is dropped as well, unless the remedy was to remove
+    shares of at least 2 % of a step.
     """
     can_try = [c for c in causes if c.change is not None and (seen.logs[0].can_change or c.change.threads is not None) and not job.is_over]
     tried = sorted(can_try, key=lambda cause: -gain_s(cause, seen.shares.step_s))[:_TRIES]

@@ -1,4 +1,4 @@
-"""Explanation: what is known about a job's steps, why they take so long, and what would make them shorter."""
+"""Explanation: how long a job's steps take, why, and what would make them shorter."""
 
 from dataclasses import dataclass
 
@@ -15,27 +15,27 @@ class Explanation:
     ranks: int
     """Number of ranks."""
     hosts: int | None
-    """Number of hosts; none if unknown."""
+    """Number of hosts; None if unknown."""
     device: str
-    """Device of the ranks."""
+    """Type of the ranks' device, such as ``cpu``."""
     shares: Shares
     """Shares of a step."""
     alone_s: float | None
-    """Seconds per step of one rank's compute without any exchange; none if the script ended before."""
+    """Seconds per step of one rank's compute without any exchange; None if not measured."""
     causes: tuple[Cause, ...]
-    """Causes, the largest gain first."""
+    """Causes of the step time, the largest gain first."""
     all_s: float | None
-    """Seconds per step with all remedies, simulated; none if nothing was simulated."""
+    """Seconds per step with all remedies that do not change training; None if none of them gains."""
     foreign_cores: float | None
     """Number of this host's cores that other programs used during the observation."""
     seconds: float
-    """Seconds of the observation, from the command's start."""
+    """Seconds that the explanation took, from the command's start."""
     step: tuple[tuple[int, str, float, float], ...] = ()
-    """One step across ranks: rank, activity, start and duration in seconds."""
+    """Rows of one step across ranks: rank, activity, start and duration in seconds."""
     notes: tuple[str, ...] = ()
-    """Notes about the observation."""
+    """Notes about the observation and the trials."""
 
     @property
     def efficiency(self) -> float | None:
-        """Share of the ranks' possible throughput if only compute took time."""
+        """Throughput as a share of the throughput if only compute took time; None if ``alone_s`` is None."""
         return None if self.alone_s is None else min(1.0, self.alone_s / self.shares.step_s)

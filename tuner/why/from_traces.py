@@ -1,4 +1,4 @@
-"""Causes from traces of torch.profiler: what a device did, and what it waited for."""
+"""Causes of slow steps from traces of torch.profiler: what a device did, and what it waited for."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _MORE: dict[Kind, str] = {
     "loop": "runs the script's own code for longer",
 }
 _LEAST_IDLE = 0.05
-"""Share of a step below which gaps between kernels are no cause."""
+"""Smallest share of a step at which gaps between kernels are a cause."""
 
 
 def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = None, ranks: int | None = None) -> Explanation:
-    """Explain traces.
+    """Explain the steps in traces of torch.profiler.
 
-    ``link``: as if links were this many times as fast; ``ranks``: as if there were this many.
-
-    Raises ``ConfigError`` for files that are no traces, or whose steps cannot be determined.
+    A note gives the step time with links ``link`` times as fast, or with ``ranks`` ranks. Raises
+    ``ConfigError`` for files that are no traces, or whose steps cannot be determined.
     """
     began = time.monotonic()
     found = read_shares(sources, where)
@@ -54,7 +53,7 @@ def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = 
 
 
 def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
-    """Yield causes of a slow step."""
+    """Yield the causes that the shares of a traced step show."""
     shares = found.shares
     least = LEAST_SHARE * shares.step_s
     for rank in sorted({share.rank for share in shares.shares if share.rank is not None}):
@@ -79,7 +78,7 @@ def causes_of_traces(found: TraceShares) -> Iterator[Cause]:
 
 
 def _idle(found: TraceShares, idle: tuple[Share, ...]) -> Cause:
-    """Return the cause of a device that waits for its host: a wait of the host, or late launches."""
+    """Return the cause of idle time on the device: the host waits for it, or launches kernels too late."""
     if found.host_waits and found.host_waits[0].idle_s >= _sum(idle) / 3:
         wait = found.host_waits[0]
         where = f" in {wait.caller}" if wait.caller else ""

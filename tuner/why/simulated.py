@@ -1,4 +1,4 @@
-"""Remedies, simulated from the job's own profile: its compute without exchange, its buckets, its links."""
+"""Remedies, simulated from the job's own measurements: compute without an exchange, buckets and links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sim.run import simulate
 from tuner.why.causes import Cause, Seen
 
 LARGEST_ERROR = 0.25
-"""Largest relative error of the simulated unchanged step with which remedies are simulated."""
+"""Largest relative error of the simulated unchanged step. With a larger one, remedies are not simulated."""
 _STEPS = 20
 
 
@@ -30,9 +30,9 @@ class Simulated:
     """Simulated steps of the job, relative to the simulated unchanged step.
 
     A step consists of what the simulator executes (compute, buckets, buffers, a slow rank, the loop's own
-    work) and what it does not: occasional work, the script's own collectives, waits for a rank that changes
-    from step to step. Compute takes as long as observed during the exchange; gradients are ready at the same
-    shares of it as without an exchange.
+    work) and of what the simulator does not: occasional work, the script's own collectives, waits for a
+    slowest rank that changes from step to step. Compute takes as long as in observed steps, which exchange;
+    gradients are ready at the same fractions of it as without an exchange.
     """
 
     def __init__(self, seen: Seen, alone: Readiness, links: Links) -> None:
@@ -46,11 +46,11 @@ class Simulated:
         return self._today_s / self._seen.shares.step_s - 1.0
 
     def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
-        """Return seconds per step with these remedies, buckets of ``cap_mb``, ``wire`` times the bytes."""
+        """Return seconds per step with these causes' remedies, a bucket cap, and ``wire`` times the bytes."""
         return max(0.0, self._seen.shares.step_s - self._today_s + self._total_s(causes, cap_mb, wire))
 
     def best_cap(self, caps: Sequence[float]) -> tuple[float, float]:
-        """Return the cap in MiB with the shortest steps, and these seconds."""
+        """Return the bucket cap in MiB with the shortest steps, and their seconds."""
         return min(((cap, self.step_s((), cap)) for cap in caps), key=lambda found: found[1])
 
     def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
@@ -63,7 +63,7 @@ class Simulated:
         return beside + simulate(experiment, timeline=False, table=False).summary.step_s["mean"]
 
     def _is_executed(self, share: Share) -> bool:
-        """Whether the simulated step contains this part."""
+        """Whether the simulated step contains this share."""
         if share.rank is not None:
             return share.period is None and share.rank == self._steady
         return share.period is None and share.kind not in ("collective", "evaluate", "save")
@@ -95,13 +95,13 @@ class Simulated:
 
 
 class Additive:
-    """Steps of ``fully_shard`` without streams: exchanges do not overlap compute, so parts add up."""
+    """Steps of ``fully_shard`` without CUDA streams: no exchange overlaps compute, so shares add up."""
 
     def __init__(self, seen: Seen) -> None:
         self._shares = seen.shares
 
     def step_s(self, causes: Sequence[Cause]) -> float:
-        """Return seconds per step with the remedies of these causes."""
+        """Return the seconds per step with the remedies of ``causes``."""
         spared = {share for cause in causes if cause.spares for share in cause.shares}
         faster = max((cause.interface or 1.0 for cause in causes), default=1.0)
         exchanges = [share for share in self._shares.shares if share.kind in EXCHANGES and share.rank is None and share not in spared]
@@ -109,7 +109,7 @@ class Additive:
 
 
 def _beside(alone: Readiness, seen: Seen) -> Readiness:
-    """Return readiness with forward and backward as long as in steps that exchange."""
+    """Return ``alone`` scaled so that forward and backward take as long as in steps with an exchange."""
     seen_s, alone_ns = seen.shares.of("forward", "backward"), alone.forward_ns + alone.backward_ns
     slower = seen_s * 1e9 / alone_ns if seen_s and alone_ns else 1.0
     forward_ns, backward_ns, *ready_ns = (round(slower * ns) for ns in (alone.forward_ns, alone.backward_ns, *alone.ready_ns))
@@ -120,9 +120,9 @@ _HOST = ("input", "loop", "unused", "optimizer")
 
 
 def _layers(alone: Readiness, buckets: Sequence[DdpBucket], buffers_nbytes: int) -> tuple[LayerSpec, ...]:
-    """Return a layer for each bucket, whose backward ends when the bucket is ready.
+    """Return one layer per bucket; the layer's backward ends when the bucket is ready.
 
-    The last layer is ready first.
+    The bucket that is ready first belongs to the last layer.
     """
     ready, layers = 0, []
     for number, bucket in enumerate(buckets):
@@ -140,7 +140,7 @@ def _layers(alone: Readiness, buckets: Sequence[DdpBucket], buffers_nbytes: int)
 
 
 def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]) -> Cluster:
-    """Return the job's ranks, with the all-reduce as measured among them."""
+    """Return a cluster with the job's ranks, and with their measured all-reduces ``faster`` times as fast."""
     ranks, nodes = len(seen.logs), len(links.hosts)
     is_even = ranks % nodes == 0
     points = tuple(
@@ -160,9 +160,9 @@ def _cluster(seen: Seen, links: Links, faster: float, slow: tuple[SlowRank, ...]
 
 
 def simulated_of(seen: Seen) -> Simulated | Additive | None:
-    """Return the job's simulated steps.
+    """Return what simulates the job's steps.
 
-    None if too little is known, or if the unchanged step is simulated wrongly.
+    Return None if too little is known, or if the unchanged step is off by more than ``LARGEST_ERROR``.
     """
     if seen.model.gathered_nbytes:
         return Additive(seen)

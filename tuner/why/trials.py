@@ -1,4 +1,4 @@
-"""Trials: a remedy in the running script, in pairs of legs with and without it."""
+"""Trials: run a remedy in the running script, in pairs of legs with and without it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PAIRS = 6
 _LEAST_PAIRS = 4
 _LEG_S, _LEAST_STEPS, _MOST_STEPS = 0.7, 8, 200
 _WARMUP = 3
-"""Number of warm-up steps: DDP lays its buckets out after the first."""
+"""Number of warm-up steps per leg. DDP arranges its buckets after the first one."""
 
 
 def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: float) -> Tried | None:
-    """Run legs A B B A B A ... until there are six pairs or the deadline (``time.monotonic``) has passed.
+    """Run legs without and with the change, A B B A A B ..., until there are six pairs, or no time for another.
 
-    None with fewer than four pairs.
+    ``deadline_s`` is by ``time.monotonic``. Return None with fewer than four pairs.
     """
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(_LEG_S / step_s)))
     found: list[tuple[float, float]] = []

@@ -1,9 +1,10 @@
-"""Templates that start an experiment's trainers on a cluster, for a user to fill in and submit.
+"""Templates of scripts that start an experiment's trainers on a cluster, for a user to fill in and submit.
 
-``slurm.sh`` is a batch script, ``torchrun.sh`` a script to be run on every node, ``kubernetes.yaml`` an
-indexed Job with the service through which its pods find pod 0. All three train by default; told ``tune`` or
-``inside``, they tune, with the driver outside of the workers or inside of them. ``slurm_servers.sh`` is the
-batch script of an experiment with parameter servers, which trains alone.
+``slurm.sh`` is a batch script, ``torchrun.sh`` a script to run on every node, ``kubernetes.yaml`` an indexed
+Job with the service through which its pods find pod 0. All three train by default. With the argument
+``inside`` they tune, and one of the workers is also the driver; with ``tune`` (``slurm.sh``, and
+``torchrun.sh`` on one node) the driver is a process of its own. ``slurm_servers.sh`` is the batch script for
+an experiment with parameter servers; it can only train.
 """
 
 import json
@@ -25,15 +26,15 @@ from fleetbench.quantities import counted
 
 _FILES = {"slurm": "slurm.sh", "torchrun": "torchrun.sh", "kubernetes": "kubernetes.yaml"}
 _LABEL = 50
-"""Characters of a name in Kubernetes: 63 are allowed, and a pod's number follows."""
+"""Largest length of a name in Kubernetes: 63 characters are allowed, and a pod's number is appended."""
 
 
 def render_template(form: str, experiment: Experiment, path: Path, script: Sequence[str]) -> str:
-    """The text for one form of launch: ``slurm``, ``torchrun`` or ``kubernetes``.
+    """Return the filled-in template of a form: ``slurm``, ``torchrun`` or ``kubernetes``.
 
-    ``path`` is the experiment's file as the cluster's nodes see it. ``script`` is a Python file or another
-    program, with its arguments; without one, the experiment's own workload is trained. Raises ``ConfigError``
-    for parameter servers in another form than ``slurm``, or without a Python file that starts them.
+    ``path`` is the path of the experiment's file on the cluster's nodes. ``script`` is a Python file or another
+    program, with its arguments; if it is empty, the experiment's own workload is trained. Raises
+    ``ConfigError`` for parameter servers in a form other than ``slurm``, or without a Python file.
     """
     experiment.cluster.require_even("a template starts as many trainers on every node")
     has_servers = experiment.strategy.mode == "ps"
@@ -83,7 +84,7 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word for bash, in ASCII and on one line: a line break inside it would end a line of YAML."""
+    """Return a word quoted for bash, in ASCII and on one line: a line break would end a line of YAML."""
     if word.isascii() and word.isprintable():
         return shlex.quote(word)
     plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in os.fsencode(word))
@@ -102,6 +103,6 @@ def _refuse_served(form: str, path: Path, script: Sequence[str]) -> None:
 
 
 def _label(name: str) -> str:
-    """A name that Kubernetes takes: small letters, digits and hyphens, a letter first (RFC 1035)."""
+    """Return a name that Kubernetes accepts: small letters, digits and hyphens, a letter first (RFC 1035)."""
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:_LABEL].rstrip("-")
     return label if label[:1].isalpha() else f"run-{label}".rstrip("-")

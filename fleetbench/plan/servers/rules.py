@@ -1,4 +1,4 @@
-"""Rules: which of Fleet's three modes a job follows, with which bounds, and which server holds what."""
+"""Rules of parameter servers: the mode of a job, its bounds, and which server holds which parameters."""
 
 import math
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ Mode = Literal["synchronous", "asynchronous", "geo_sgd"]
 CHOSEN_K = 800
 """K of GeoSGD if ``k_steps = -1`` and Fleet's rule chooses GeoSGD."""
 COPIES = 5
-"""Copies of the parameters that must fit in a trainer's memory, if Fleet is to choose GeoSGD."""
+"""Number of copies of the parameters that must fit in a trainer's memory for Fleet's rule to choose GeoSGD."""
 WAIT_NS = 10_000_000
-"""Fleet's pause in ns between two checks of an empty queue; after ``send_wait_times`` of them a trainer is
+"""Time in ns between Fleet's checks of an empty queue. After ``send_wait_times`` such checks a trainer is
 idle."""
 
 _EVERY, _NEARLY = 1.5, 0.9
-"""Mean number of steps between exchanges below which a note says "after every step", and share of K that
-counts as K."""
+"""Mean number of steps between exchanges below which a note says "after every step"; share of the bound that
+counts as reaching it."""
 
 SERVED = named("servers")
-"""Dotted names of the fields that trainers of parameter servers carry out; others are refused when
-changed."""
+"""Dotted names of the strategy's fields that training with parameter servers carries out; changes to others
+are refused."""
 
 
 def refuse_unserved(strategy: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for a changed field that servers lack."""
+    """Raise ``ConfigError`` if a field that parameter servers do not support is changed."""
     hint = f'leave it at its default, or set mode = "{DistributedStrategy().mode}": no executor has it with mode = "ps"'
     refuse_unexecuted(strategy, "strategy", SERVED, "training with parameter servers", hint)
 
@@ -39,8 +39,8 @@ def refuse_unserved(strategy: DistributedStrategy) -> None:
 class ServerRules(Config):
     """Rules that the three roles of a job share. The defaults are Fleet's.
 
-    A *gradient* is that of one step. In GeoSGD a trainer sends no gradients to its sender, but records its
-    steps; bounds on gradients then apply to recorded steps.
+    A *gradient* is the gradient of one step. In GeoSGD a trainer sends its sender no gradients but records
+    its steps; bounds on gradients then apply to recorded steps.
     """
 
     mode: Mode
@@ -54,20 +54,19 @@ class ServerRules(Config):
     max_merge: int = 1
     """Largest number of gradients summed into a push."""
     queue_size: int = 16
-    """Number of gradients waiting for the sender at which the trainer waits. GeoSGD uses ``k_steps``
-    instead."""
+    """Number of gradients in the sender's queue at which the trainer waits. GeoSGD uses ``k_steps`` instead."""
     pushes_in_flight: int = 1
     """Largest number of pushes that not all servers have acknowledged."""
     idle_ns: int = WAIT_NS
-    """Nanoseconds without a step after which a trainer is idle, and all its waiting gradients are sent."""
+    """Time in ns without a step after which a trainer is idle and its sender sends all waiting gradients."""
     independent_receive: bool = False
     """Whether pulls overlap pushes. If false, a pull waits for earlier pushes, and pushes wait for the
     pull."""
     sends_before_receive: int = 1
     """Number of gradients pushed between two pulls of dense parameters."""
     has_dense: bool = True
-    """Whether there are dense parameters, which are pulled whole; rows of embeddings are pulled when they are
-    looked up."""
+    """Whether the model has dense parameters, which are pulled whole; rows of embeddings are pulled when they
+    are looked up."""
 
     @property
     def room(self) -> int:
@@ -76,7 +75,7 @@ class ServerRules(Config):
 
 
 def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
-    """The mode that ``k_steps = -1`` has chosen, in words, and why; none if the strategy names the mode itself."""
+    """Return a sentence on the mode that ``k_steps = -1`` has chosen; None if the strategy names the mode itself."""
     if not strategy.a_sync or strategy.a_sync_configs.k_steps >= 0:
         return None
     mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
@@ -84,12 +83,10 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
 
 
 def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """The field whose bound trainers never reach, because they are idle within a step of ``step_s``; and the reason.
+    """Return the field of a bound that trainers never reach because they are idle in each step, and the reason.
 
-    None if there is none.
-
-    ``step_s``: seconds per step, in which trainers become idle. ``apart``: mean number of steps between two
-    exchanges, if counted, because a full link delays them.
+    None if there is no such bound. ``step_s`` is the time per step in seconds. ``apart`` is the mean number
+    of steps between two exchanges, or None if not counted; a full link delays exchanges.
     """
     name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
     if rules.mode == "synchronous" or most <= 1 or (apart or 0.0) >= _NEARLY * most or step_s * 1e9 <= rules.idle_ns:
@@ -116,9 +113,9 @@ def rules_of(
 ) -> ServerRules:
     """Return the rules of a strategy with ``mode = "ps"``.
 
-    ``optimizer``: sgd, momentum, adagrad, adam or sparse_adam. ``memory_bytes`` is what a trainer may use,
-    none if unknown; with ``k_steps = -1``, GeoSGD is chosen for SGD if five times the parameters fit in it.
-    Raises ``ConfigError`` for a strategy or an optimizer that servers do not support.
+    ``optimizer`` is sgd, momentum, adagrad, adam or sparse_adam. ``memory_bytes`` is what a trainer may use,
+    or None if unknown. With ``k_steps = -1``, GeoSGD is chosen for SGD unless five times the parameters
+    exceed it. Raises ``ConfigError`` for a strategy or an optimizer that servers do not support.
     """
     if strategy.mode != "ps":
         raise ConfigError("is no strategy of parameter servers", "strategy.mode", repr(strategy.mode), 'set mode = "ps"')
@@ -160,7 +157,7 @@ class Table(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """All parameters of a model over ``servers``.
+    """Distribution of a model's parameters over ``servers`` servers.
 
     Dense parameters are one vector in the model's order, split into balanced ranges; embeddings are split by
     row.
@@ -176,5 +173,5 @@ class Shards:
         return slice(server * self.dense // self.servers, (server + 1) * self.dense // self.servers)
 
     def num_rows(self, table: int, server: int) -> int:
-        """Return the number of a table's rows on a server: row r becomes row r // servers of r % servers."""
+        """Return the number of a table's rows on a server: row r is row r // servers of server r % servers."""
         return (self.tables[table].rows - server + self.servers - 1) // self.servers

@@ -1,4 +1,4 @@
-"""States of the three roles, as plain tuples that are recorded, replayed and saved as JSON, and the roles' operations."""
+"""States of the three roles, as plain tuples that are recorded, replayed and saved as JSON; and ``Issue``."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,10 +9,10 @@ Awaited = Literal["room", "fresh", "rows", "drained"]
 
 
 class TrainerState(NamedTuple):
-    """State of a trainer: what it has given to its sender, and what it waits for.
+    """State of a trainer: the gradients handed to its sender, and the reason for waiting.
 
-    It is between two steps, or in a step, from ``StepBegin`` to its ``update`` or ``skip``. While ``waits``
-    names something, the executor starts nothing new for this trainer.
+    A trainer is in a step from ``StepBegin`` to the step's ``update`` or ``skip``, else between two steps.
+    While ``waits`` is not None, the executor starts nothing new for this trainer.
     """
 
     step: int | None = None
@@ -21,16 +21,16 @@ class TrainerState(NamedTuple):
     queued: int = 0
     """Number of gradients or recorded steps that the sender has not taken yet."""
     waits: Awaited | None = None
-    """Reason for which the trainer waits: room in the sender's queue, parameters after a synchronous update,
-    looked-up rows, or the end of a flush."""
+    """What the trainer waits for: ``room`` in the sender's queue, ``fresh`` parameters after a synchronous
+    update, looked-up ``rows``, or the end of a flush (``drained``). None if it does not wait."""
     answers: int = 0
     """Number of servers that have answered the current look-up."""
     ends: bool = False
-    """Whether no step follows."""
+    """Whether training has ended."""
 
 
 class SenderState(NamedTuple):
-    """State of a background sender: what it holds back, what is in flight, what it has to pull."""
+    """State of a background sender: its queue, its pushes in flight, and its pulls."""
 
     next_id: int = 0
     queued: int = 0
@@ -44,10 +44,10 @@ class SenderState(NamedTuple):
     answers: int = 0
     """Number of servers that have answered the current pull, or the synchronous push."""
     idle: bool = False
-    """Whether the trainer has been silent for a while, and earlier gradients are still queued."""
+    """Whether the trainer has ended no step for ``idle_ns`` while gradients are queued."""
     flushes: bool = False
     owes_pull: bool = False
-    """Whether a flush still has to pull what others changed."""
+    """Whether a flush still has to pull what other trainers changed."""
 
     @property
     def in_flight(self) -> int:
@@ -56,9 +56,9 @@ class SenderState(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """State of a server: which trainers it serves, and its number of updates.
+    """State of a server: its number of updates, and the trainers in each situation.
 
-    Trainers are named by rank, ascending.
+    Trainers are named by rank, in ascending order.
     """
 
     next_id: int = 0
@@ -81,7 +81,7 @@ _TYPES: dict[str, type[RoleState]] = {"trainer": TrainerState, "sender": SenderS
 
 
 def state_of(role: Role, data: dict[str, Any]) -> RoleState:
-    """Return the state whose ``_asdict()`` went through JSON."""
+    """Return a role's state from its ``_asdict()``, which may have been stored as JSON."""
     return _TYPES[role](**tupled(data))
 
 
@@ -93,13 +93,13 @@ class Issue:
         self._operations: list[Operation] = []
 
     def add(self, kind: Any, **fields: Any) -> None:
-        """Add an operation after the last."""
+        """Add an operation that waits for the last one."""
         after = (self._operations[-1].id,) if self._operations else ()
         self._operations.append(Operation(id=self.next_id, kind=kind, after=after, **fields))
         self.next_id += 1
 
     def send(self, group: str, message: str, **fields: Any) -> None:
-        """Add a ``send`` of a ``message``."""
+        """Add a ``send`` of ``message`` to ``group``."""
         self.add("send", group=group, message=message, **fields)
 
     @property

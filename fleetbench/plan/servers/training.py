@@ -1,16 +1,16 @@
 """Training with parameter servers: trainer, background sender and server as three roles of one strategy.
 
-Each role is a serialised event loop of its own. Messages between two processes arrive in the order in
+Each role handles its events one after the other. Messages between two processes arrive in the order in
 which they were sent; the order between different ranks or servers is undefined. The modes:
 
-- *Synchronous*: a gradient of every trainer makes one update, by their mean; each waits for it.
-- *Asynchronous*: a trainer hands its gradient on and computes the next. Its sender sums up to
-  ``max_merge`` of them and pushes; the server updates by each push as it comes.
+- *Synchronous*: every update uses the mean of one gradient from each trainer, and all trainers wait for it.
+- *Asynchronous*: a trainer hands its gradient to its sender and computes the next. The sender sums up to
+  ``max_merge`` gradients and pushes the sum; the server updates by each push as it comes.
 - *GeoSGD*: a trainer trains a full copy, ``latest``. Its sender keeps another, ``old``. After ``k_steps``
-  steps, or fewer when the trainer falls idle, for the rows touched since: delta = (latest - old) /
-  trainers; old += delta; the server adds the delta. Then it pulls the rows that others changed: latest
-  += server - old; old = server. Dense parameters likewise, whole. ``old += delta`` leaves the rest of
-  a change to later exchanges, in which the row was touched again.
+  steps, or fewer when the trainer falls idle, the sender pushes the rows touched since: delta = (latest -
+  old) / trainers; old += delta; the server adds the delta. Then the sender pulls the rows that others
+  changed: latest += server - old; old = server. Dense parameters are exchanged in the same way, all at
+  once. ``old += delta`` leaves the rest of a change to later exchanges in which the row is touched again.
 
 Messages (``send`` with ``message``, received as ``Message`` with that ``kind``; ``rank`` of a message is
 the trainer's, or the server's if a server sends it; a message to several servers is split into their
@@ -21,30 +21,30 @@ from       to        message     meaning
 =========  ========  ==========  =====================================================================
 trainer    sender    gradient    one step's gradient, dense and rows
 trainer    sender    step        GeoSGD: a step is done, its rows are marked
-trainer    sender    flush       push and pull all there is, then say ``drained``
-trainer    servers   look_up     rows of embeddings that the next forward reads, or that its script asks for
+trainer    sender    flush       push and pull everything that remains, then send ``drained``
+trainer    servers   look_up     rows of embeddings that the next forward or the script reads
 trainer    servers   leave       this trainer has ended
 sender     trainer   taken       ``count`` gradients or steps have left the queue
 sender     trainer   fresh       the synchronous update is installed
 sender     trainer   drained     after a flush: nothing is queued, in flight or unseen
-sender     servers   join *      once, first
-sender     servers   initial *   trainer 0, told ``blank``: the parameters to begin with
+sender     servers   join *      the trainer takes part; sent once, first
+sender     servers   initial *   trainer 0's answer to ``blank``: the initial parameters
 sender     servers   gradient    a push of ``count`` summed gradients
 sender     servers   delta       GeoSGD: a push
-sender     servers   pull        asks for dense parameters; GeoSGD: and for the rows others changed
+sender     servers   pull        asks for dense parameters, in GeoSGD also for rows that others changed
 sender     servers   barrier *   this trainer waits for the others
-server     sender    ready *     the parameters, once they are there
-server     sender    blank *     they are not: trainer 0 is to send them
-server     sender    applied     a push is
-server     sender    parameters  what was pulled, or what a synchronous update left
-server     sender    barrier *   all are there
-server     trainer   rows        what was looked up
+server     sender    ready *     answer to ``join``: the parameters, once they are initialised
+server     sender    blank *     answer to trainer 0's ``join``: parameters are not initialised
+server     sender    applied     a push has been applied
+server     sender    parameters  the pulled parameters, or those after a synchronous update
+server     sender    barrier *   all trainers wait at the barrier, and may continue
+server     trainer   rows        the looked-up rows
 =========  ========  ==========  =====================================================================
 
-The executor sends, or waits for, messages with a star because a script or a clock requires it: no trainer's
-or sender's role decides them, and recordings do not contain them. How a server responds is decided here.
-The executor also decides that servers write checkpoints, and that the job ends because a trainer was killed
-or hangs.
+The executor sends messages with a star, or waits for them, when a script or a clock requires it: the roles
+of trainer and sender do not decide them, and their recordings do not contain them. The role of the server
+decides its responses. The executor also decides that servers write checkpoints, and that the job ends
+because a trainer was killed or hangs.
 
 Operations of a rank that have a special meaning with servers:
 
@@ -53,12 +53,13 @@ Operations of a rank that have a special meaning with servers:
   take the marked rows, delta = (latest - old) / ``divisor``, old += delta;
 - ``mark`` on a trainer: the step's rows are touched; on a server: the rows of ``rank``'s delta are changed
   for every other trainer;
-- ``install`` of ``parameters``: dense parameters are what servers hold; of ``rows``: so are the looked-up
-  rows; of ``delta``: latest += server - old, old = server; on a server: the initial parameters;
-- ``update`` on a server: the optimizer's step, by ``rank``'s push, or by the sum of ``count`` trainers' over
-  ``divisor``, added in the order of ranks; on a trainer: its own optimizer's;
+- ``install`` of ``parameters``: replace dense parameters by the servers'; of ``rows``: replace the looked-up
+  rows by the servers'; of ``delta``: latest += server - old, old = server; on a server: set the initial
+  parameters;
+- ``update`` on a server: a step of the optimizer by ``rank``'s push, or by the sum of ``count`` trainers'
+  pushes, added in the order of ranks, over ``divisor``; on a trainer: a step of its own optimizer;
 - ``skip``: the step ends without a local update;
-- ``accumulate`` of ``delta``: add it, no optimizer;
+- ``accumulate`` of ``delta``: add the delta to the parameters, without an optimizer;
 - ``stop``: all trainers have left, and the server ends.
 
 No operation contains rows or bytes: the executor keeps track of which rows are marked.
@@ -82,14 +83,14 @@ class ServerTraining:
 
     rules: ServerRules
 
-    def init(self, role: Role, rank: int, first_step: int = 1) -> RoleState:  # noqa: ARG002  # ranks of a role begin alike
+    def init(self, role: Role, rank: int, first_step: int = 1) -> RoleState:  # noqa: ARG002  # all ranks of a role begin alike
         """Return the state before the first event."""
         if role == "trainer":
             return TrainerState()
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()
 
     def on(self, state: RoleState, now_ns: int, event: Event) -> tuple[RoleState, Operations]:  # noqa: ARG002  # time comes as ``TimerFired``
-        """The next state of a role, and the operations that it starts now."""
+        """Return the next state of a role, and the operations that it starts now."""
         if isinstance(state, TrainerState):
             return on_trainer(self.rules, state, event)
         if isinstance(state, SenderState):
@@ -98,10 +99,10 @@ class ServerTraining:
 
 
 def on_trainer(rules: ServerRules, state: TrainerState, event: Event) -> tuple[TrainerState, Operations]:
-    """Decide for a trainer. It computes gradients, or in GeoSGD trains its own copy, and hands them to its sender.
+    """Decide for a trainer, which computes gradients or, in GeoSGD, trains its own copy.
 
-    A trainer computes gradients, or in GeoSGD trains its own copy, and hands over what its sender is to
-    exchange. While ``state.waits``, it receives only messages.
+    It hands over what its sender is to exchange. While ``state.waits`` is not None, it receives only
+    messages.
     """
     issue = Issue(state.next_id)
     match event:
@@ -139,7 +140,7 @@ def _end_backward(rules: ServerRules, state: TrainerState, issue: Issue) -> Trai
 
 
 def _hand_on(rules: ServerRules, state: TrainerState, issue: Issue) -> TrainerState:
-    """End a step: its gradient goes to the sender, or in GeoSGD is applied here."""
+    """End a step: hand its gradient to the sender or, in GeoSGD, apply it to the trainer's own copy."""
     if rules.mode == "geo_sgd":
         issue.add("update")
         issue.add("mark", payload="rows")
@@ -171,7 +172,7 @@ def _hear(rules: ServerRules, state: TrainerState, event: Message, issue: Issue)
 
 
 def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[SenderState, Operations]:
-    """Decide for a trainer's background sender, which merges and pushes gradients, and pulls what others changed."""
+    """Decide for a trainer's background sender, which merges and pushes gradients and pulls others' changes."""
     issue = Issue(state.next_id)
     match event:
         case TimerFired():
@@ -199,7 +200,7 @@ def on_sender(rules: ServerRules, state: SenderState, event: Event) -> tuple[Sen
 
 
 def _hear_parameters(rules: ServerRules, state: SenderState, event: Message, issue: Issue) -> SenderState:
-    """Handle parameters of one server: after a pull, or as the acknowledgement of a synchronous update."""
+    """Handle parameters of one server, which answer a pull or acknowledge a synchronous update."""
     state = state._replace(answers=state.answers + 1)
     if rules.mode == "synchronous":
         state = _acknowledge(state, event.rank)
@@ -245,7 +246,7 @@ def _push_and_pull(rules: ServerRules, state: SenderState, issue: Issue) -> Send
 
 
 def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderState:
-    """GeoSGD: push deltas of the rows touched since the last exchange; then pull what others changed."""
+    """Push the deltas of the rows touched since the last exchange, then pull what others changed (GeoSGD)."""
     if state.in_flight or state.pulling:
         return state
     if state.unseen or (state.owes_pull and not state.queued):
@@ -255,8 +256,8 @@ def _exchange(rules: ServerRules, state: SenderState, issue: Issue) -> SenderSta
     return state
 
 
-def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch a message
-    """Decide for a server, which applies pushes as they come or round by round; ``rank`` is the trainer's."""
+def on_server(rules: ServerRules, state: ServerState, event: Event) -> tuple[ServerState, Operations]:  # noqa: C901  # a branch per kind
+    """Decide for a server, which applies pushes as they come or round by round; ``rank`` is a trainer's."""
     if state.stopped or not isinstance(event, Message):
         return state, ()
     issue, rank = Issue(state.next_id), event.rank
@@ -302,7 +303,7 @@ def _join(state: ServerState, rank: int, issue: Issue) -> ServerState:
 
 
 def _close_round(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
-    """Synchronous: once all present trainers have sent a gradient, update by their mean.
+    """Update by the mean gradient once all present trainers have sent one (synchronous mode).
 
     Trainers that wait at a barrier need not send one.
     """
@@ -324,7 +325,7 @@ def _leave_barrier(rules: ServerRules, state: ServerState, issue: Issue) -> Serv
 
 
 def _leave(rules: ServerRules, state: ServerState, issue: Issue) -> ServerState:
-    """Handle a trainer that has left: others no longer wait for it. After the last one the server ends."""
+    """Handle a trainer that has left: others no longer wait for it. After the last one has left, the server ends."""
     state = _leave_barrier(rules, _close_round(rules, state, issue), issue)
     if not _present(rules, state):
         issue.add("stop")

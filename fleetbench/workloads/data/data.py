@@ -3,7 +3,7 @@
 A launch's folder contains ``data.json`` (the kind of data, its type, the folder of its images),
 ``y_train.npy``, ``x_eval.npy`` and ``y_eval.npy``, and ``x_train.npy`` or, for images that are decoded on
 reading, ``paths_train.npy``. Arrays of bytes are images, normalised on reading. Pairs of words have
-``counts.npy`` and ``words.json``, words by their number, and get their negatives on reading.
+``counts.npy`` and ``words.json``, the words by number, and get their negatives on reading.
 ``planted_eval.npy`` has the probabilities from which synthetic clicks of the held-out split were drawn.
 """
 
@@ -33,18 +33,19 @@ MASK = NUM_BYTES
 _BLOTCHES = 8
 """Number of blotches per side that distinguish the classes of synthetic images."""
 _BIAS, _SPREAD = -1.5, 0.4
-"""Planted log-odds: their value without features, and the standard deviation of each feature's effect."""
+"""Planted log-odds of a click: the value without features, and the standard deviation of each feature's
+effect."""
 HELD_OUT = 5
-"""Every fifth sample is held out."""
+"""Ratio of all samples to held-out ones: every fifth sample is held out."""
 
 
 def prepare(workload: Workload, seed: int, folder: Path) -> None:
-    """Write the ranks' data below ``folder``. Raises ``ConfigError`` for data that cannot be read."""
+    """Write the data of all ranks below ``folder``. Raises ``ConfigError`` for data that cannot be read."""
     check_model(workload)
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, Any] = {"dtype": workload.dtype}
     if data_source(workload) == "imagenet":
-        from fleetbench.workloads.data.images import prepare_images  # Pillow, which arrays do not need
+        from fleetbench.workloads.data.images import prepare_images  # imports Pillow, which arrays do not need
 
         size = sizes(workload, "images")
         root = Path(workload.data.partition(":")[2])
@@ -56,7 +57,7 @@ def prepare(workload: Workload, seed: int, folder: Path) -> None:
 
 
 def _prepare_arrays(workload: Workload, seed: int, folder: Path) -> dict[str, Any]:
-    """Write the arrays, and return the other facts about them."""
+    """Write the arrays, and return the other entries of ``data.json``."""
     read = read_data(workload, seed)
     inputs, labels = read.inputs, read.labels
     known: dict[str, Any] = {}
@@ -105,7 +106,7 @@ class Batches:
         self.sampler = sampler
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs ``(batch, ...)`` and labels ``(batch,)`` of the step at ``position``."""
+        """Return inputs ``(batch, ...)`` and labels ``(batch,)`` of the step at ``position``."""
         chosen = self.sampler.indices(position)  # ``take`` needs half the time of indexing
         return numbers_of(self._inputs.take(chosen, axis=0), self._dtype), torch.from_numpy(self._labels.take(chosen))
 
@@ -114,7 +115,7 @@ class Batches:
 
 
 class PairBatches(Batches):
-    """Pairs of words: inputs ``(batch, 2 + negatives)``: middle word, neighbour, negatives; labels 0."""
+    """A ``Reader`` of word pairs: inputs ``(batch, 2 + negatives)`` of word, neighbour and negatives; labels 0."""
 
     def __init__(self, folder: Path, sampler: Sampler, num_negatives: int, seed: int) -> None:
         super().__init__(folder, sampler)
@@ -128,17 +129,17 @@ class PairBatches(Batches):
 
 
 def held_out(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and labels that no trainer learns from."""
+    """Return inputs and labels of the held-out split."""
     return numbers_of(np.load(folder / "x_eval.npy"), _dtype(folder)), torch.from_numpy(np.load(folder / "y_eval.npy"))
 
 
 def num_training_samples(folder: Path) -> int:
-    """Return the number of samples that trainers learn from."""
+    """Return the number of training samples."""
     return int(np.load(folder / "y_train.npy", mmap_mode="r").shape[0])
 
 
 def numbers_of(inputs: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return inputs as a model takes them: bytes are images, which are normalised."""
+    """Return inputs as a model takes them: arrays of bytes are images, and are normalised."""
     return normalise(torch.from_numpy(inputs), dtype) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
@@ -153,7 +154,7 @@ def _dtype(folder: Path) -> torch.dtype:
 def read_data(workload: Workload, seed: int) -> Read:
     """Return a workload's data.
 
-    Raises ``ConfigError`` for a file that cannot be read, or that holds too little.
+    Raises ``ConfigError`` for a file that cannot be read, or that has too little data.
     """
     if INPUTS[workload.model] == "pairs":
         return read_pairs(workload, seed)
@@ -195,9 +196,9 @@ def _synthetic(workload: Workload, seed: int) -> tuple[Array, Labels]:
 
 
 def _taught(generator: np.random.Generator, samples: int, features: int, classes: int, hidden: int, noise: float) -> tuple[Array, Labels]:
-    """Return normal numbers labelled by a random teacher, linear or with ``hidden`` units.
+    """Return normally distributed features, and labels by a random teacher, linear or with ``hidden`` units.
 
-    A share of ``noise`` of the labels is random.
+    The share ``noise`` of the labels is replaced by random ones.
     """
     inputs = told = generator.standard_normal((samples, features))
     if hidden:
@@ -209,7 +210,7 @@ def _taught(generator: np.random.Generator, samples: int, features: int, classes
 
 
 def _blotches(generator: np.random.Generator, samples: int, size: int, classes: int) -> tuple[Array, Labels]:
-    """Return images ``(samples, 3, size, size)`` of bytes: half class blotches, half noise."""
+    """Return images ``(samples, 3, size, size)`` of bytes: the sum of their class's blotches and noise."""
     patterns = generator.integers(0, 128, (classes, 3, _BLOTCHES, _BLOTCHES), dtype=np.uint8)
     labels = generator.integers(0, classes, samples)
     blotch = np.arange(size) * _BLOTCHES // size
@@ -220,7 +221,7 @@ def _blotches(generator: np.random.Generator, samples: int, size: int, classes: 
 
 
 def _bags(generator: np.random.Generator, shape: tuple[int, int], vocab: int, classes: int) -> tuple[Array, Labels]:
-    """Return tokens ``(samples, length)``; each token votes for some classes, and the sum decides."""
+    """Return tokens ``(samples, length)``. Each token votes for classes, and the largest sum is the label."""
     tokens = generator.integers(0, vocab, shape)
     votes = generator.standard_normal((vocab, classes))
     return tokens, np.array([votes[sample].sum(axis=0).argmax() for sample in tokens])
@@ -240,20 +241,21 @@ def _masked_bytes(text: bytes, length: int, seed: int, name: str) -> tuple[Array
 
 
 def hashed(column: npt.ArrayLike, value: npt.ArrayLike, rows: int) -> npt.NDArray[np.int64]:
-    """Return the row of a category: SplitMix64 of column x 2^33 + value (below 2^33), modulo ``rows``.
+    """Return the table row of a category: SplitMix64 of column x 2^33 + value (below 2^33), modulo ``rows``.
 
-    The two arguments are broadcast against each other.
+    ``column`` and ``value`` are broadcast against each other.
     """
     words = (np.asarray(column, dtype=np.uint64) << np.uint64(33)) + np.asarray(value, dtype=np.uint64)
     return np.asarray(splitmix64(words) % np.uint64(rows), dtype=np.int64)
 
 
 def planted_clicks(seed: int, num_samples: int, num_categories: int, rows: int) -> Read:
-    """Return samples ``(samples, 39)`` with labels 0 and 1 from known probabilities.
+    """Return samples ``(samples, 39)`` with labels 0 and 1 drawn from known probabilities.
 
-    Their layout is that of ``fleetbench.workloads.models.sparse``. Their log-odds are linear in 13 normal
+    Samples are laid out as ``fleetbench.workloads.models.sparse`` describes. Log-odds are linear in 13 normal
     numbers and in the weights of 26 categories. Each column has ``num_categories`` values, frequent and rare
-    ones (Zipf, exponent 1). No classifier has a larger expected AUC than the one that ranks by ``planted``.
+    ones (Zipf, exponent 1). No classifier has a larger expected AUC than one that ranks samples by
+    ``planted``.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, 1]))
     chance = 1.0 / np.arange(1, num_categories + 1)

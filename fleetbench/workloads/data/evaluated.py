@@ -14,9 +14,10 @@ from fleetbench.workloads.models.registry import data_source, model_option, size
 
 
 def samples_of(workload: Workload, seed: int) -> tuple[Sequence[str], Callable[[int, int], torch.Tensor]]:
-    """Return the ids of a workload's samples, and a function that reads the inputs of samples ``first`` to ``last - 1``.
+    """Return the ids of a workload's samples, and a function of (first, last) that reads inputs first to last - 1.
 
-    Ids are positions from 0, or the paths of ``val.txt`` for pictures. Raises ``ConfigError`` for data that cannot be read.
+    Ids are positions from 0 or, for pictures, the paths in ``val.txt``. Raises ``ConfigError`` for data that
+    cannot be read.
     """
     dtype = getattr(torch, workload.dtype)
     if data_source(workload) != "imagenet":

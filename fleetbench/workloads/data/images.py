@@ -1,4 +1,4 @@
-"""Images: ImageNet's folder, its JPEG files as pixels for training or evaluation, and their reader.
+"""Images: ImageNet's folder, its JPEG files as pixels for training or evaluation, and a reader of batches.
 
 The folder has ``train/``, ``val/`` and the lists ``train.txt`` and ``val.txt`` of ``path label`` lines. The
 draws for a training picture are a function of (seed, epoch, sample), so they depend neither on the rank or
@@ -26,15 +26,16 @@ from fleetbench.workloads.data.reader import BatchTime, Sampler, normalise
 Pixels = npt.NDArray[np.uint8]
 
 _AREA = (0.08, 1.0)
-"""Share of the picture's area in a training crop (Szegedy et al. 2014, arXiv 1409.4842, section 6)."""
+"""Range of the share of the picture's area in a training crop (Szegedy et al. 2014, arXiv 1409.4842, section
+6)."""
 _RATIO = (3 / 4, 4 / 3)
-"""Ratio of width to height of a training crop, drawn uniformly in its logarithm."""
+"""Range of the ratio of width to height of a training crop, drawn uniformly in its logarithm."""
 _ATTEMPTS = 10
 _LINE = re.compile(r"\s*(\S.*?)\s+([+-]?[0-9]{1,9})\s*")
 _SHORTER_SIDE = 256 / 224
-"""For evaluation: ratio of the picture's shorter side to the side of the central square that is used."""
+"""Ratio of the picture's shorter side to the side of the central square that evaluation uses."""
 _PURPOSE = 2**63
-"""Second word of the key of all augmentation draws; permutations of epochs count from 2."""
+"""Second word of the key of all augmentation draws, so that they share no key with other draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def training_crop(seed: int, epoch: int, sample: int, width: int, height: int) -
 def training_pixels(path: Path, size: int, seed: int, epoch: int, sample: int) -> Pixels:
     """Return a random part of the picture, ``(3, size, size)``.
 
-    Raises ``OSError`` for a file that is no picture.
+    Raises ``OSError`` if the file is no picture.
     """
     with Image.open(path) as image:
         crop = training_crop(seed, epoch, sample, image.width, image.height)
@@ -80,7 +81,7 @@ def training_pixels(path: Path, size: int, seed: int, epoch: int, sample: int) -
 def evaluation_pixels(path: Path, size: int) -> Pixels:
     """Return the centre of the picture, ``(3, size, size)``.
 
-    Raises ``OSError`` for a file that is no picture.
+    Raises ``OSError`` if the file is no picture.
     """
     with Image.open(path) as image:
         part = min(image.width, image.height) / _SHORTER_SIDE
@@ -105,10 +106,10 @@ class ImageList:
 
 
 def read_list(root: Path, split: str, classes: int) -> ImageList:
-    """Read the list ``root/split.txt``.
+    """Return the pictures in the list ``root/split.txt``.
 
-    A path is below ``root`` or below ``root/split``, a label in 0..classes-1. Raises ``ConfigError`` with
-    file and line.
+    A path is relative to ``root`` or to ``root/split``, and a label is in 0..classes-1. Raises
+    ``ConfigError``, with file and line for a wrong entry.
     """
     lines = read_text(root / f"{split}.txt", "imagenet:DIR needs train/, val/, train.txt and val.txt in DIR").splitlines()
     begin = len(f"{root}/")
@@ -155,7 +156,7 @@ def prepare_images(root: Path, classes: int, size: int, num_held_out: int, seed:
 def evaluation_picture(root: Path, val: ImageList, index: int, size: int) -> Pixels:
     """Return the centre of a listed picture, ``(3, size, size)``.
 
-    Raises ``ConfigError`` with its line on failure.
+    Raises ``ConfigError`` with the picture's line in the list if it cannot be decoded.
     """
     try:
         return evaluation_pixels(root / val.paths[index], size)
@@ -174,9 +175,9 @@ _PREFETCH = 2
 class ImageBatches:
     """A ``Reader`` of pictures below ``root``, in the order of ``folder/paths_train.npy``.
 
-    ``workers`` threads decode ahead, each one batch after another; with none, a batch is decoded when it is
-    requested. Threads suffice because Pillow decodes and resizes without holding Python's lock. A request for
-    a position that is not among the next ones discards what was decoded.
+    ``workers`` threads decode batches ahead, each one batch after another. With 0 workers, a batch is decoded
+    when it is requested. Threads suffice because Pillow decodes and resizes without holding Python's lock. A
+    request for a position that is not among the next ones discards the batches decoded ahead.
     """
 
     def __init__(self, folder: Path, root: Path, sampler: Sampler, size: int, workers: int, dtype: torch.dtype) -> None:
@@ -190,7 +191,7 @@ class ImageBatches:
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs ``(batch, 3, size, size)`` and labels ``(batch,)``.
 
-        Raises ``ConfigError`` for a bad file.
+        Raises ``ConfigError`` for a file that cannot be decoded.
         """
         asked_ns = time.perf_counter_ns()
         pixels, load_ns = self._taken(position) if self.loaders else self._decoded(position)
@@ -202,7 +203,7 @@ class ImageBatches:
         self._threads.shutdown(cancel_futures=True)
 
     def _taken(self, position: int) -> tuple[Pixels, int]:
-        """Return a batch from the threads, which continue with the next ones."""
+        """Return a batch decoded by the threads, and let them continue with the next ones."""
         wanted = range(position, position + _PREFETCH * self.loaders)
         for other in self._ahead.keys() - set(wanted):
             self._ahead.pop(other).cancel()
@@ -212,7 +213,7 @@ class ImageBatches:
         return self._ahead.pop(position).result()
 
     def _decoded(self, position: int) -> tuple[Pixels, int]:
-        """Return pixels ``(batch, 3, size, size)`` of 0..255, and the nanoseconds that decoding took."""
+        """Return pixels ``(batch, 3, size, size)`` in 0..255, and the time in ns that decoding took."""
         begin_ns = time.perf_counter_ns()
         chosen, epoch = self._sampler.indices(position), self._sampler.epoch(position)
         pixels = np.empty((len(chosen), 3, self._size, self._size), np.uint8)

@@ -16,7 +16,8 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's red, green and blue in 0..1, as published models use them."""
 _FIRST_EPOCH = 2
-"""Draws of epoch e have the key (seed, e + 2); keys 0 and 1 split and generate the data."""
+"""Second word of the key of epoch 0's draws: epoch e has the key (seed, e + 2). Keys 0 and 1 split and
+generate the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +31,27 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """All samples, ``(samples, ...)``, and their labels, with further facts about some data."""
+    """All samples ``(samples, ...)`` and their labels, and further facts about some kinds of data."""
 
     inputs: npt.NDArray[np.generic]
     labels: npt.NDArray[np.int64]
     vocabulary: Vocabulary | None = None
-    """Vocabulary of pairs; none for other data."""
+    """Vocabulary of word pairs; None for other data."""
     planted: npt.NDArray[np.float64] | None = None
-    """Probabilities from which synthetic clicks were drawn; none for other data."""
+    """Probabilities from which synthetic clicks were drawn; None for other data."""
 
 
 class Unlike(NamedTuple):
-    """Trainers with different data."""
+    """Settings by which trainers get different data (``workload.unlike_data``)."""
 
     trainers: int
     """Number of trainers."""
     batch_size: int
-    """Samples per trainer and step."""
+    """Number of samples per trainer and step."""
     share: float
-    """Share of a trainer's samples that are its own."""
+    """Share of the samples that are dealt to trainers by label."""
     labels: Path
-    """File of labels."""
+    """Path of the file of all samples' labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Sampler:
     """Selects the samples that a rank reads at a step. Every epoch has a permutation that all ranks share.
 
     The batches of all ranks at a step, concatenated, are the batch of one process with the joint batch size.
-    All ranks have equally many batches: samples that do not fill a step of every trainer are left out
-    (``cut``), or filled up with samples drawn again every epoch (``pad``).
+    All ranks have the same number of batches: samples that do not fill a step of every trainer are left out
+    (``cut``), or such a step is filled up with samples drawn anew in every epoch (``pad``).
     """
 
     num_samples: int
@@ -69,12 +70,12 @@ class Sampler:
     seed: int
     uneven: str
     wanted_steps: int | None = None
-    """Number of steps per epoch if it should be less than the data allow, else none."""
+    """Number of steps per epoch, if fewer than the data allow; None for as many as they allow."""
     unlike: Unlike | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps per epoch. Raises ``ConfigError`` if more are wanted than the data give."""
+        """Number of steps per epoch. Raises ``ConfigError`` if more are requested than the data allow."""
         available = self._available_steps
         if self.wanted_steps is not None and self.wanted_steps > available:
             wanted = str(self.wanted_steps)
@@ -87,7 +88,7 @@ class Sampler:
         return max(1, whole + (1 if rest and self.uneven == "pad" else 0))
 
     def epoch(self, position: int) -> int:
-        """Return the epoch, from 0, of the step at ``position``."""
+        """Return the epoch, counted from 0, of the step at ``position``."""
         return position // self.steps_per_epoch
 
     def indices(self, position: int) -> npt.NDArray[np.int64]:
@@ -105,8 +106,8 @@ class Sampler:
 class Reader(Protocol):
     """Batches of one rank by their position, counted from 0 over all epochs.
 
-    Reading positions in order is fast; any other position may be requested at any time. ``close`` stops what
-    the reader started; a second ``close`` does nothing.
+    Reading positions in order is fast; any other position may be requested at any time. ``close`` stops all
+    threads of the reader; a second ``close`` does nothing.
     """
 
     def batch(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,17 +123,17 @@ class Reader(Protocol):
 
 
 class BatchTime(NamedTuple):
-    """Times of one batch that threads make ahead."""
+    """Times of one batch that a thread makes ahead."""
 
     load_ns: int
-    """Nanoseconds to make it, in its thread."""
+    """Time in ns to make the batch, in its thread."""
     waited_ns: int
-    """Nanoseconds from the request until it was ready."""
+    """Time in ns from the request until the batch was ready."""
 
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A ``Reader`` whose batches ``loaders`` threads make ahead; 0: the requesting thread makes them."""
+    """A ``Reader`` with ``loaders`` threads that make batches ahead. If 0, the requesting thread makes them."""
 
     loaders: int
     times: deque[BatchTime]
@@ -143,7 +144,7 @@ class ReadsAhead(Protocol):
 def _epoch_order(seed: int, epoch: int, num_samples: int, length: int, unlike: Unlike | None) -> npt.NDArray[np.int64]:
     """Return ``length`` sample numbers: a permutation, cut or filled up with random samples.
 
-    The random samples are distinct if there are enough.
+    The random samples are distinct if there are enough samples.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, _FIRST_EPOCH + epoch]))
     order = generator.permutation(num_samples)
@@ -160,7 +161,8 @@ def _epoch_order(seed: int, epoch: int, num_samples: int, length: int, unlike: U
 def _deal_by_label(order: npt.NDArray[np.int64], unlike: Unlike, generator: np.random.Generator) -> None:
     """Exchange a share of an epoch's samples among trainers, so that each gets samples with similar labels.
 
-    The samples are sorted by label, then by number; each trainer gets one piece, in random order.
+    The chosen samples are sorted by label, then by number. Each trainer gets one run of them, in random
+    order.
     """
     trainers = np.arange(len(order)) // unlike.batch_size % unlike.trainers
     chosen = np.flatnonzero(generator.random(len(order)) < unlike.share)

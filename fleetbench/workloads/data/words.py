@@ -5,7 +5,7 @@ random width, at most ``window``, slides over the rest. A window ends at the end
 lower-case ASCII letters; pairs are drawn once, by the seed.
 
 Negatives are words that are not neighbours, drawn by their frequency to the power 3/4 at every step. They are
-a function of seed, position and place in the joint batch only, so concatenated ranks read the same as one
+a function of seed, position and place in the joint batch only, so all ranks together read the same as one
 process with the joint batch.
 """
 
@@ -32,11 +32,11 @@ _TOPICS = 8
 """Number of topics of synthetic pairs. Neighbours share a topic, which is the word's number modulo this."""
 EXPONENT = 0.75
 _PURPOSE = 2**64 - 1
-"""Second word of the key of these draws, which no epoch uses; see ``Sampler``."""
+"""Second word of the key of the draws of negatives, which no epoch uses; see ``Sampler``."""
 HELD_OUT_POSITION = 2**63
-"""Position of the held-out split's negatives, which no step uses."""
+"""Position for drawing the held-out split's negatives, which no step uses."""
 _WORDS_A_COUNT = 4
-"""Number of 64-bit words that Philox gives for each value of its counter."""
+"""Number of 64-bit words that Philox generates for each value of its counter."""
 
 
 def read_pairs(workload: Workload, seed: int) -> Read:
@@ -58,9 +58,10 @@ def read_pairs(workload: Workload, seed: int) -> Read:
 
 
 def numbered(text: bytes, min_count: int, cap: int) -> tuple[Integers, Vocabulary]:
-    """Return the text as word numbers: at most ``cap`` words with at least ``min_count`` occurrences.
+    """Return the text as word numbers, and its vocabulary of at most ``cap`` words.
 
-    Words with the same frequency are in alphabetical order. -1 stands for the end of a paragraph.
+    They have at least ``min_count`` occurrences. Words with the same frequency are in alphabetical order. -1
+    stands for the end of a paragraph.
     """
     tokens = [b"\n" if token.startswith(b"\n") else token for token in _TOKEN.findall(text.lower())]
     counts = Counter(token for token in tokens if token != b"\n")
@@ -71,7 +72,7 @@ def numbered(text: bytes, min_count: int, cap: int) -> tuple[Integers, Vocabular
 
 
 def kept_share(counts: Integers, threshold: float) -> Floats:
-    """Return the share of a word's occurrences to keep: min(1, sqrt(threshold / frequency)) (equation 5)."""
+    """Return the share of each word's occurrences to keep: min(1, sqrt(threshold / frequency)) (equation 5)."""
     frequency = counts / max(1, counts.sum())
     shares: Floats = np.minimum(1.0, np.sqrt(threshold / np.maximum(frequency, np.finfo(float).tiny)))
     return shares
@@ -127,7 +128,7 @@ def text_file(workload: Workload) -> bytes:
 
 
 def topics_file() -> Path:
-    """Return the file that ``pydocs`` stands for. Raises ``EnvironmentLacks`` if this Python lacks it."""
+    """Return the path of the file that ``pydocs`` stands for. Raises ``EnvironmentLacks`` if this Python has none."""
     found = find_spec("pydoc_data.topics")
     if found is None or found.origin is None:
         raise EnvironmentLacks("this Python comes without pydoc_data", "workload.data", "'pydocs'", "use text:FILE")
@@ -135,7 +136,7 @@ def topics_file() -> Path:
 
 
 class Negatives:
-    """Draws words with probability counts^0.75 / sum(counts^0.75)."""
+    """Draws negatives with probability counts^0.75 / sum(counts^0.75)."""
 
     def __init__(self, counts: Integers, num_negatives: int, seed: int) -> None:
         self._num = num_negatives
@@ -144,7 +145,7 @@ class Negatives:
         self._below = weights / weights[-1]
 
     def drawn(self, position: int, first: int, number: int) -> Integers:
-        """Return negatives of ``number`` samples from place ``first`` of the joint batch."""
+        """Return negatives of ``number`` samples, which begin at place ``first`` of the joint batch at ``position``."""
         begin = first * self._num
         skipped, rest = divmod(begin, _WORDS_A_COUNT)
         draws = np.random.Philox(key=self._key, counter=np.array([skipped, 0, position, 0], dtype=np.uint64))

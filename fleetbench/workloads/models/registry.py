@@ -1,4 +1,4 @@
-"""Models of the registry by name, the data that fit them, and the options of both with their defaults."""
+"""Registry of models by name, with the data that fit them, and the options of both with their defaults."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -50,8 +50,8 @@ def digits_cnn(channels: int = 32, hidden: int = 128) -> nn.Module:
 
 
 Loss = Callable[..., torch.Tensor]
-"""Loss of a batch from the model's output and the labels: one number; ``reduction="sum"`` sums over the batch
-instead of averaging."""
+"""Function from the model's output and the labels to the loss of a batch, one number. With
+``reduction="sum"`` it sums over the batch instead of averaging."""
 DIGITS_FEATURES = 64
 NUM_BYTES = 256
 """Number of byte classes; one more token stands for the masked byte."""
@@ -84,7 +84,7 @@ INPUTS: Mapping[str, str] = {
 neighbour, and negatives)."""
 
 LOSSES: Mapping[str, Loss] = {"gpt": next_token_loss, "llama": next_token_loss, "wide_deep": click_loss, "word2vec": skip_gram_loss}
-"""Loss of the models whose loss is not cross-entropy."""
+"""Loss functions of the models that are not trained with cross-entropy."""
 
 _SAMPLES: Mapping[str, Callable[[Mapping[str, int]], tuple[int, ...]]] = {
     "digits": lambda _: (8, 8),
@@ -95,7 +95,7 @@ _SAMPLES: Mapping[str, Callable[[Mapping[str, int]], tuple[int, ...]]] = {
 }
 """Shape of one sample of each kind of input."""
 SUBSAMPLE = 1e-3
-"""Frequency above which occurrences of a word are subsampled; the only option that need not be whole."""
+"""Frequency above which occurrences of a word are subsampled."""
 _IMAGES: Mapping[str, int] = {"image_size": 224, "workers": 2, "held_out": 200}
 _TEXT: Mapping[str, int] = {"length": 128, "held_out": 200}
 _WORDS: Mapping[str, int | float] = {"min_count": 5, "window": 5, "negatives": 5, "subsample": SUBSAMPLE, "held_out": 10_000}
@@ -118,7 +118,7 @@ _FED_BY: Mapping[str, tuple[str, ...]] = {
 """Kinds of inputs that each data source can provide."""
 
 _SPELLED: Mapping[str, str] = {"text": "text:FILE", "imagenet": "imagenet:DIR"}
-"""Spelling of data sources that need more than their kind."""
+"""Spelling of the data sources that need an argument."""
 
 
 def check_model(workload: Workload) -> None:
@@ -140,7 +140,7 @@ def check_model(workload: Workload) -> None:
     if INPUTS[workload.model] == "tokens":
         _check_tokens(workload, source)
     elif INPUTS[workload.model] == "images" and workload.batch_size == 1 and (size := sizes(workload, "images")["image_size"]) <= 32:
-        # a 32-fold reduction leaves one value per channel, which has no variance
+        # a 32-fold reduction leaves one value per channel, whose variance is 0
         hint = "use workload.batch_size = 2 or more, or larger images"
         raise ConfigError("batch norm needs more than one value a channel", "workload.data_options.image_size", str(size), hint)
     elif INPUTS[workload.model] == "clicks" and (rows := model_option(workload, "rows")) > MOST_ROWS:
@@ -251,14 +251,14 @@ def _defaults(workload: Workload, inputs: str) -> Mapping[str, int | float]:
 
 
 def sizes(workload: Workload, inputs: str) -> dict[str, int]:
-    """Return the options of the data, as given or by default, for a model with this kind of ``inputs``.
+    """Return the whole-number options of the data, as given or by default, for a model with this kind of ``inputs``.
 
     ``samples``: number of synthetic samples, a fifth of them held out. ``image_size``: pixels per side.
     ``length``: tokens per sample. ``workers``: decoding threads per trainer. ``held_out``: largest number of
     samples in the held-out loss. ``min_count``: least number of occurrences of a word. ``window``: largest
     distance between neighbours. ``negatives``: words drawn for every neighbour. ``categories``: values of
-    each synthetic column. ``teacher``: hidden units of the function that labels synthetic features; 0: it is
-    linear.
+    each synthetic column. ``teacher``: hidden units of the function that labels synthetic features, or 0 if
+    it is linear.
     """
     given: dict[str, ModelOption] = {**_defaults(workload, inputs), **workload.data_options}
     return {name: value for name, value in given.items() if isinstance(value, int)}

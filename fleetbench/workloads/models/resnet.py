@@ -1,7 +1,7 @@
 """ResNet with bottleneck blocks (He et al. 2015, arXiv 1512.03385, table 1), for ``resnet50``.
 
-Names and the order of registration are those of torchvision's model, so that fusion plans and checkpoints of
-the two agree. As there, the 3x3 convolution of a block has the stride.
+Parameters have the names and the order of torchvision's model, so that fusion plans and checkpoints of the
+two agree. As there, the 3x3 convolution of a block has the stride.
 """
 
 import torch
@@ -11,13 +11,13 @@ _EXPANSION = 4
 """Ratio of a bottleneck's output channels to those of its 3x3 convolution."""
 
 BLOCKS_50 = (3, 4, 6, 3)
-"""Number of blocks in each stage, 50-layer column."""
+"""Number of blocks in each stage (table 1, 50-layer column)."""
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolution with a shortcut.
+    """1x1, 3x3 and 1x1 convolutions with a shortcut.
 
-    ``(batch, inputs, H, W)`` to ``(batch, 4 width, H / stride, W / stride)``.
+    Maps ``(batch, inputs, H, W)`` to ``(batch, 4 width, H / stride, W / stride)``.
     """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
@@ -43,9 +43,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images ``(batch, 3, H, W)`` to logits ``(batch, classes)``.
+    """Maps images ``(batch, 3, H, W)`` to logits ``(batch, classes)``.
 
-    H and W shrink 32-fold up to the last pooling.
+    H and W shrink 32-fold before the last pooling.
     """
 
     def __init__(self, blocks: tuple[int, int, int, int], width: int, classes: int) -> None:

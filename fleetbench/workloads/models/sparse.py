@@ -1,4 +1,4 @@
-"""Models of embeddings with sparse gradients.
+"""Models with embeddings that have sparse gradients.
 
 Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) has the sizes of Fleet's example; Word2Vec is skip-gram with
 negative sampling (Mikolov et al. 2013, arXiv 1310.4546, equation 4).
@@ -12,13 +12,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 NUM_NUMERIC = 13
 NUM_CATEGORICAL = 26
-"""Number of categorical features. A sample has ``NUM_NUMERIC`` numbers, then the table row of each such feature."""
+"""Number of categorical features. A sample has ``NUM_NUMERIC`` numbers, then the table row of each
+categorical feature."""
 MOST_ROWS = 2**24
 """Largest number of table rows whose indices float32 holds exactly."""
 
 
 class WideDeep(nn.Module):
-    """Samples ``(batch, 39)`` to logits ``(batch,)`` of a click.
+    """Maps samples ``(batch, 39)`` to logits ``(batch,)`` of a click.
 
     ``wide`` is linear in all features, with one weight per row of the hashed table; ``deep`` is a perceptron
     over the numbers and the rows' vectors. The two tables have sparse gradients.
@@ -52,7 +53,7 @@ def click_loss(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mea
 
 
 class SkipGram(nn.Module):
-    """Words ``(batch, 1 + candidates)``, int64, to logits ``(batch, candidates)``.
+    """Maps words ``(batch, 1 + candidates)``, int64, to logits ``(batch, candidates)``.
 
     Column 0 is the middle word, the others are candidates for its neighbour. A logit is the product of the
     middle word's vector (``words``) and the candidate's (``contexts``). Both tables have sparse gradients.
@@ -76,9 +77,8 @@ class SkipGram(nn.Module):
 def skip_gram_loss(logits: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """Return -log sigmoid(true) - sum over negatives of log sigmoid(-negative).
 
-    Column 0 is the true neighbour.
-
-    ``reduction``: ``mean`` or ``sum`` over the batch.
+    Column 0 of ``logits`` is the true neighbour, the others are negatives. ``reduction`` is ``mean`` or
+    ``sum`` over the batch.
     """
     total = softplus(-logits[:, 0]).sum() + softplus(logits[:, 1:]).sum()
     return total / len(logits) if reduction == "mean" else total

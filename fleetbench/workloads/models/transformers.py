@@ -1,6 +1,6 @@
 """Transformers: BERT, an encoder with a classifier, and the decoders GPT-2 and Llama.
 
-Devlin et al. 2018, arXiv 1810.04805; Radford et al. 2019; Touvron et al. 2023, arXiv 2302.13971.
+Sources: Devlin et al. 2018, arXiv 1810.04805; Radford et al. 2019; Touvron et al. 2023, arXiv 2302.13971.
 """
 
 import torch
@@ -12,7 +12,7 @@ _EPSILON = 1e-12
 
 
 class BertEncoder(nn.Module):
-    """Tokens ``(batch, length)``, int64, to the pooled first position ``(batch, hidden)``.
+    """Maps tokens ``(batch, length)``, int64, to the pooled first position ``(batch, hidden)``.
 
     There is no dropout, so that a step depends only on parameters and data, and all tokens are in the first
     segment. Otherwise as published: GELU, normalisation after each part, learned positions.
@@ -37,7 +37,7 @@ class BertEncoder(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens ``(batch, length)``, int64, to logits ``(batch, classes)``."""
+    """Maps tokens ``(batch, length)``, int64, to logits ``(batch, classes)``."""
 
     def __init__(self, encoder: BertEncoder, hidden: int, classes: int) -> None:
         super().__init__()
@@ -61,16 +61,15 @@ def bert_base(
 ) -> nn.Module:
     """Return BERT-base with a classifier on its pooler.
 
-    109,482,240 parameters in the encoder with its pooler.
-
-    Tokens are ``(batch, length)``, int64, at most ``positions`` of them; the length belongs to the data
-    (``workload.data_options.length``). ``heads`` divides ``hidden``.
+    The encoder with its pooler has 109,482,240 parameters. Tokens are ``(batch, length)``, int64, with a
+    length of at most ``positions``, which belongs to the data (``workload.data_options.length``). ``heads``
+    divides ``hidden``.
     """
     return Bert(BertEncoder(vocab, hidden, layers, heads, ffn, positions), hidden, classes)
 
 
 class Block(nn.Module):
-    """Attention and a perceptron of 4 ``hidden``, each after a normalisation and around a shortcut."""
+    """Attention and a perceptron with 4 ``hidden`` units, each after a normalisation and with a shortcut around it."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -93,13 +92,13 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens ``(batch, length)``, int64, to cross-entropies ``(batch, length - 1)``, float32.
+    """Maps tokens ``(batch, length)``, int64, to cross-entropies ``(batch, length - 1)``, float32.
 
     The output layer shares the embedding's weight.
     """
 
     def __init__(self, vocab: int = 50257, hidden: int = 768, layers: int = 12, heads: int = 12, positions: int = 1024) -> None:
-        """Create GPT-2; the default is the small one with 124,439,808 parameters.
+        """Create GPT-2; the default is its smallest version, with 124,439,808 parameters.
 
         ``heads`` divides ``hidden``.
         """
@@ -147,7 +146,7 @@ class LlamaBlock(nn.Module):
     def forward(self, inputs: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Map ``(batch, length, hidden)`` to the same shape.
 
-        ``angles`` of the rotary positions: ``(length, head_size / 2)``.
+        ``angles`` are those of the rotary positions, ``(length, head_size / 2)``.
         """
         batch, length, _ = inputs.shape
         normed = self.norm1(inputs)
@@ -162,14 +161,14 @@ class LlamaBlock(nn.Module):
 
 
 def _rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotate heads ``(..., length, size)``: numbers i and i + size / 2 by the angle i of their position."""
+    """Rotate heads ``(..., length, size)``: numbers i and i + size / 2 by angle i of their position."""
     left, right = heads.chunk(2, -1)
     cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
 
 class Llama(nn.Module):
-    """Tokens ``(batch, length)``, int64, to costs as in ``Gpt``: a decoder like Llama, Mistral and Qwen.
+    """Maps tokens to cross-entropies as ``Gpt`` does: a decoder like Llama, Mistral and Qwen.
 
     Positions are encoded by rotary embeddings.
     """
@@ -191,9 +190,7 @@ class Llama(nn.Module):
     ) -> None:
         """Create Llama; the default is Llama 3.2 with 1,235,814,400 parameters.
 
-        ``kv_heads`` divides ``heads``.
-
-        The base of the rotary angles is 10,000.
+        ``kv_heads`` divides ``heads``. The base of the rotary angles is 10,000.
         """
         super().__init__()
         self.positions, self.head_size = positions, head_size
@@ -228,7 +225,7 @@ def _initialise(model: nn.Module) -> None:
 def next_token_loss(costs: torch.Tensor, _labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
     """Return the loss of a decoder, the mean over tokens.
 
-    ``reduction``: ``mean`` or ``sum`` over the batch.
+    ``reduction`` is ``mean`` or ``sum`` over the batch.
     """
     total = costs.mean(1).sum()
     return total / len(costs) if reduction == "mean" else total

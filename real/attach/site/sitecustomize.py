@@ -10,7 +10,7 @@ import sys
 from importlib.machinery import PathFinder
 from os import environ, path
 
-TYPE_CHECKING = False  # typing's own, without its import, which takes longer than all the rest
+TYPE_CHECKING = False  # as in typing, whose import would take longer than all the rest
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
@@ -26,7 +26,7 @@ _HERE = path.dirname(path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib 
 
 
 class _Finder:
-    """Finds an awaited module as Python would; once each."""
+    """Finds each of the awaited modules once, as Python would, and gives it a ``_Loader``."""
 
     def __init__(self) -> None:
         self._left = set(_AWAITED)
@@ -46,7 +46,7 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, and lets ``real.attach`` change it then."""
+    """Loads a module as its own loader does, and then lets ``real.attach`` change the module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -73,16 +73,16 @@ class _Loader:
 
 
 def _note(name: str, text: str) -> None:
-    """Leave a file for the process that has started the command."""
+    """Write a file for the process that has started the command."""
     try:
         with open(path.join(environ["FLEETBENCH_ATTACH"], name), "w", encoding="utf-8") as file:  # noqa: PTH118, PTH123  # as above
             file.write(text)
-    except OSError:  # it has ended, or is on another host
+    except OSError:  # that process has ended, or is on another host
         pass
 
 
 def _run_the_next() -> None:
-    """Run the ``sitecustomize`` that this one hides, in its place."""
+    """Run the ``sitecustomize`` that Python would have run without this one."""
     others = [folder for folder in sys.path if path.abspath(folder) != _HERE]  # noqa: PTH100  # as above
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is None or spec.loader is None:
