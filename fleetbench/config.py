@@ -250,7 +250,7 @@ def _described(hint: Any) -> str:
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
-    """Return ``. Did you mean 'x'?`` with the known name closest to ``name``, or an empty text."""
+    """Return ``. Did you mean 'x'?`` for the known name closest to ``name``; an empty string if none is close."""
     lower = {str(option).lower(): str(option) for option in known}
     close = difflib.get_close_matches(repr(name).strip("'").lower(), lower, n=1, cutoff=0.6)
     return f". Did you mean {lower[close[0]]!r}?" if close else ""

@@ -212,7 +212,10 @@ def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> None:
-    """Raise ``ConfigError`` for a device, and for a file that does not match its folder's manifest."""
+    """Raise ``ConfigError`` for a device, or a file that does not match its digest in its folder's manifest.
+
+    Files that no manifest lists are not checked.
+    """
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):  # the function that reads the file reports the reason

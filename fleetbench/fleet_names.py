@@ -87,7 +87,10 @@ def _without_effect(key: str) -> bool:
 
 
 def _read_old_local_sgd(data: dict[str, Any]) -> None:
-    """Move ``local_sgd_steps`` and ``local_sgd_is_warm_steps`` into ``localsgd_configs`` (schedule ``document``)."""
+    """Move the old keys ``local_sgd_steps`` and ``local_sgd_is_warm_steps`` into ``localsgd_configs``.
+
+    The schedule becomes ``document``, unless one is set.
+    """
     old = {"local_sgd_steps": "k_steps", "local_sgd_is_warm_steps": "warmup_epochs"}
     if old.keys() & data.keys():
         _move_into(data, "localsgd_configs", old)

@@ -78,8 +78,8 @@ class Work:
     communicates: Flags
     """Whether the kernel or operator is communication."""
     names: tuple[str, ...]
-    """Name of the collective, such as ``allreduce``, if the trace has it; else the name of the kernel or
-    operator."""
+    """Name of each kernel or operator. For a collective it is the collective's name, such as ``allreduce``, if the
+    trace has it."""
     group_sizes: Integers
     """Number of ranks that take part in the collective; 0 if unknown."""
 

@@ -111,7 +111,7 @@ class Summary:
     other_s: float
     """Mean rest of a step: fetching the batch, and the loop's own work."""
     bytes_sent_per_trainer: int
-    """Bytes sent in all counted steps, mean over ranks."""
+    """Bytes that a trainer sends in all counted steps, as the mean over trainers."""
     num_syncs: int
     """Number of rounds that ended, that is, of steps after which trainers agreed."""
     local_steps: dict[str, float] | None
@@ -258,7 +258,7 @@ def no_steps() -> pd.DataFrame:
 
 
 def step_times(table: pd.DataFrame) -> pd.Series:
-    """Return the seconds of every counted step of every rank, from start to start."""
+    """Return the seconds from the start of a step to the start of the next, for each counted step of each rank."""
     return table.loc[table["step"] >= 1, list(PARTS)].sum(axis=1)
 
 

@@ -25,7 +25,7 @@ OPTIMIZER_STATE: dict[str, tuple[str, ...]] = {
     "adagrad": ("sum",),
     "adam": ("exp_avg", "exp_avg_sq"),
 }
-"""Tensors that an optimizer keeps for each parameter, in the parameter's shape, by torch's names."""
+"""Names that torch gives the state tensors of each optimizer. Each tensor has the shape of its parameter."""
 
 LINEAR_OPTIMIZERS = ("sgd", "momentum")
 """Optimizers for which the average of steps from one state is a step of averages. Local SGD then averages

@@ -256,7 +256,10 @@ def _recommendation(found: Finalists, reason: str) -> Recommendation:
 
 
 def _noise(found: Finalists) -> Noise | None:
-    """Return the spread of the default's legs and of the pairs, and the number of void runs."""
+    """Return the spread of the default's step times and of the pairs' speed-ups, with the number of void runs.
+
+    None if there are too few pairs and no run was void.
+    """
     num_void = len(found.state.ledger.void)
     if len(found.pairs) <= LEAST_PAIRS:
         return Noise(num_void=num_void) if num_void else None

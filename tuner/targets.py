@@ -22,7 +22,7 @@ from tuner.to_target import FEWEST_SEEDS, SPREAD, Updates, too_few
 
 
 def reaches_target(state: State, name: str) -> bool:
-    """Run the arm to the target; return whether its runs allow recommending it, and reject it otherwise."""
+    """Run an arm to the target, and return whether its runs allow recommending it; if not, reject the arm."""
     with state.rejecting(name):
         check_target(state, name)
         if (rejection := _rejection(state, name)) is not None:

@@ -219,7 +219,7 @@ def layers_table(table: LayerTable) -> Table:
 
 
 def own_update(experiment: Experiment, table: LayerTable) -> int:
-    """Return the nanoseconds of a trainer's update, which covers only its shard if the model is sharded."""
+    """Return the time in ns of one trainer's optimizer step, which covers only its shard if the model is sharded."""
     from fleetbench.plan.sharding import degree_of
 
     strategy = experiment.strategy

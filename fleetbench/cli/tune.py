@@ -59,7 +59,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, write the report, and print the verdict and the folder. KEEP DEFAULT also exits with 0."""
+    """Tune, write the report, and print the verdict and the folder. The exit status of KEEP DEFAULT is also 0."""
     if _asks_for_simulations(arguments):
         if arguments.earlier is not None:
             raise ConfigError("does not go with --simulate-only, which measures nothing", "--from", str(arguments.earlier), "drop it")

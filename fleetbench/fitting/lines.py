@@ -82,7 +82,10 @@ def _of_one_size(x: float, took: Floats) -> Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hockney:
-    """Time of an all-reduce of S bytes: ``T(S) = alpha + S beta``, in seconds."""
+    """Hockney's model of an all-reduce: ``T(S) = alpha + beta S`` is the time in seconds for S bytes.
+
+    ``alpha`` is in seconds, and ``beta`` in seconds per byte.
+    """
 
     trainers: int
     """Number of ranks."""

@@ -43,7 +43,7 @@ class Gpu(Config):
     memory_bandwidth: float
     """Rate of its memory in bytes per second."""
     flops_s: dict[Precision, float]
-    """Peak FLOP/s by precision; precisions that it does not have are missing."""
+    """Peak FLOP/s by precision. A precision that the GPU does not support has no entry."""
     source: str
     """Source of the figures."""
 

@@ -174,7 +174,10 @@ def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> li
 
 
 def _as_ddp(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
-    """Return the buckets that DDP uses from its second step on: each type fills its own buckets up to the cap.
+    """Return the buckets that DDP uses from its second step on, with separate buckets for each dtype.
+
+    A bucket is closed as soon as it reaches its cap: ``first_bucket_size_in_MB``, if set, for the first bucket of
+    each dtype, and ``fuse_grad_size_in_MB`` for all others.
 
     Source: ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp.
     """

@@ -69,7 +69,7 @@ class Layer(Config):
     gradients: tuple[Gradient, ...] = ()
     """Gradients of the layer's parameters."""
     forward: Nanoseconds
-    """Time of the forward."""
+    """Time of the forward in ns."""
     backward: Nanoseconds
     """Time of the backward."""
     activation_bytes: Bytes = Bytes(0)
@@ -82,7 +82,7 @@ class Layer(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable(Config):
-    """Layers of a model in forward order, and the other costs of a step."""
+    """A model's layers in forward order, and the other costs of a step, such as the optimizer and fetching a batch."""
 
     key: str
     """Key that identifies everything that affects compute; see ``fleetbench.profile.compute_key``."""

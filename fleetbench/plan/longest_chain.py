@@ -23,7 +23,10 @@ class Pace:
     ns_per_byte: Fraction
 
     def at(self, latency: int, nbytes: int) -> Fraction:
-        """Return ``latency`` * latency_ns + ``nbytes`` * ns_per_byte; with a ``latency`` of 1, the time in ns."""
+        """Return the chain's weighted cost: ``latency * latency_ns + nbytes * ns_per_byte``.
+
+        With a ``latency`` of 1, this is the chain's time in ns for ``nbytes`` bytes.
+        """
         return latency * self.latency_ns + nbytes * self.ns_per_byte
 
 

@@ -120,8 +120,8 @@ def _neighbours(trainers: int, number: int) -> Parts:
 def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrategy, order: Sequence[str]) -> dict[str, list[Gradient]]:
     """Return the gradients of each block in order of readiness, with blocks in forward order.
 
-    ``order`` has the names in the model's order; if empty, that is the reverse of ``gradients``. Raises
-    ``ConfigError`` for a sparse gradient, or a block with several types.
+    ``order`` lists the names of the gradients in the model's order; if it is empty, the reverse order of
+    ``gradients`` is used. Raises ``ConfigError`` for a sparse gradient, or a block with several dtypes.
     """
     sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
     if sparse is not None:

@@ -10,11 +10,11 @@ from fleetbench.plan.loss_scaling import Scale
 
 
 class State(NamedTuple):
-    """A trainer's decisions so far. Plain data that is saved with a checkpoint.
+    """A trainer's counters and decisions so far, as plain data that a checkpoint saves.
 
-    A *step* is one forward and backward; an *update* ends one step, or with gradient merge several. Both are
-    counted from 1; those of a warm-up have numbers up to 0. ``State`` is a tuple because every event of a step
-    creates a new one, and a tuple is cheaper than a frozen dataclass.
+    A *step* is one forward and backward. An *update* ends a step or, with gradient merge, several steps. Both
+    are numbered from 1; those of a warm-up have numbers up to 0. ``State`` is a tuple because every event of a
+    step creates a new one, and a tuple is cheaper than a frozen dataclass.
     """
 
     first_step: int = 1

@@ -101,7 +101,7 @@ class _Builder:
         return operation
 
     def small(self, payload: Payload, nbytes: int, after: Iterable[int]) -> Operations:
-        """Return an all-reduce over all trainers that belongs to no bucket; no operation for a single trainer."""
+        """Return an all-reduce of ``nbytes`` bytes over all trainers, outside any bucket; for one trainer, none."""
         if self.plan.trainers == 1:
             return ()
         return (self.operation("all_reduce", payload=payload, nbytes=nbytes, after=after),)

@@ -1,4 +1,4 @@
-"""Content of a report as one value, read from the folder of a tuning or of a single run."""
+"""A report's content as a single object, read from the folder of a tuning or of a single run."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

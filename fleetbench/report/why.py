@@ -103,7 +103,10 @@ def _label(share: Share, waits: str) -> str:
 
 
 def gain_of(cause: Cause, found: Explanation) -> str:
-    """Return a sentence about the tried, or else the simulated, gain of a remedy; it may be empty."""
+    """Return a phrase about the gain of a cause's remedy: as tried, else as simulated, else that neither was done.
+
+    Empty for a cause without a remedy that was neither tried nor simulated.
+    """
     if cause.tried is not None:
         return f"tried here: {cause.tried}{'' if cause.tried.helps else ': no gain is sure'}"
     if cause.simulated_s is not None:

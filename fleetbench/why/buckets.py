@@ -27,7 +27,8 @@ class DdpBucket(NamedTuple):
 def buckets_of(found: Readiness, cap_mb: float | None) -> list[DdpBucket]:
     """Return the buckets that DDP forms after its first step, by the rule of ``fleetbench.plan.fusion``.
 
-    ``cap_mb`` is the cap of a bucket in MiB; None: torch's default, with a smaller first bucket.
+    ``cap_mb`` is the cap of a bucket in MiB. None means torch's default, with a smaller first bucket; with 0,
+    each gradient gets its own bucket.
     """
     known = zip(found.names, found.nbytes, found.ready_ns, strict=True)
     gradients = sorted((Gradient(name=name, numel=size // 4, ready=Nanoseconds(ns)) for name, size, ns in known), key=attrgetter("ready"))

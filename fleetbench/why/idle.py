@@ -15,7 +15,8 @@ from fleetbench.spans import Spans, lengths, union
 _LIBRARY = re.compile(
     r"^(torch/|<|nn\.Module: )|/(torch|site-packages|dist-packages|lib/python[\d.]+|torchinductor_\w+)/",
 )
-"""Pattern of calls that are not in the user's code."""
+"""Pattern that matches Python functions outside the user's code: those of torch, of installed packages and of
+the standard library, builtins, and generated code."""
 _MODULE = re.compile(r"\(\d+\): <module>$")
 """Pattern of the end of the name of a script's module-level code. Its line is where the profiler started, and
 is left out."""
@@ -47,7 +48,8 @@ class Idle:
     launched_s: float
     """Idle seconds before kernels that were launched in time."""
     late_s: float
-    """Idle seconds before kernels that were launched late, but not after a wait of the host."""
+    """Idle seconds before kernels that the host launched too late to keep the device busy. Those after a wait of
+    the host are in ``host_waits`` instead."""
     late_in: str
     """User function in which the host was for most of ``late_s``; empty if unknown."""
 

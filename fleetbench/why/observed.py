@@ -32,7 +32,7 @@ class Model(Config):
     """A model of DistributedDataParallel or ``fully_shard``, with its settings."""
 
     nbytes: int
-    """Bytes of all gradients."""
+    """Total size of the gradients in bytes."""
     bucket_nbytes: tuple[int, ...] = ()
     """Bytes of each bucket after the first step, in the order in which they are exchanged; or of each unit of
     ``fully_shard``, the model first."""

@@ -29,8 +29,8 @@ _SELDOM = 0.5
 _OUTLIER = 0.2
 """Smallest excess of occasional work over an activity's usual time, as a share of a median step."""
 _STALL = 2.0
-"""Smallest excess of work at irregular intervals, as a share of a median step. It is larger than ``_OUTLIER``
-because another program may cause such work."""
+"""Smallest excess of work at irregular intervals over an activity's usual time, as a share of a median step. It
+is larger than ``_OUTLIER`` because another program may cause such work. Saving and evaluating are exempt."""
 _LEAST_GAPS, _REGULAR = 2, 0.6
 """For work at regular intervals: least number of intervals, and least share of them that are equal."""
 _STEADY = 0.75

@@ -60,9 +60,9 @@ class Updates:
         """Number of updates of each array so far."""
 
     def update(self, number: int, gradient: Array, rate: float, rows: Array | None = None) -> None:
-        """Update array ``number``, or only its distinct ``rows``.
+        """Update array ``number`` in place or, with ``rows``, only these distinct rows of it.
 
-        An update without rows counts as well, because the rest of the table is updated on other servers.
+        An empty gradient also counts as an update, because other servers update the rest of the table.
         """
         self.steps[number] += 1
         if not len(gradient):
@@ -126,7 +126,7 @@ class Layout:
         self.sparse = {name: value for name, value in named.items() if name in sparse}
         none = next(iter(named.values())).new_zeros(0)
         self.flat = torch.cat([none, *(value.detach().reshape(-1) for value in self.dense.values())])
-        """Copy of the dense parameters."""
+        """Copy of all dense parameters in one 1-D tensor, in the order of ``dense``."""
         self.tables = [value.data for value in self.sparse.values()]
 
     def table_of(self, weight: torch.Tensor) -> int:

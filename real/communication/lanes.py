@@ -90,7 +90,7 @@ class _ThreadTicket:
 
     @property
     def has_left(self) -> bool:
-        """Whether the thread has finished with the operation."""
+        """Whether the thread has run the operation, or handed it over to the backend."""
         return self._future.done()
 
     def wait(self) -> None:

@@ -26,9 +26,9 @@ from real.compute.mixed_precision import in_float32
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
     """Make every batch norm of ``model`` use the joint batch of all ranks of ``group``.
 
-    A module stays the same object, with its parameters, buffers, hooks and names. ``group`` should carry nothing else
-    while the model runs, because the forward and the backward issue these collectives. Raises ``ConfigError`` for a
-    batch norm with its own forward, or with a number of channels not yet known.
+    Each module stays the same object, with its parameters, buffers, hooks and names. ``group`` should carry nothing
+    else while the model runs, because the batch norms issue collectives on it in forward and backward. Raises
+    ``ConfigError`` for a batch norm with its own forward, or with a number of channels not yet known.
     """
     if dist.get_world_size(group) == 1:
         return lambda: None

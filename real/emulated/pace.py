@@ -118,7 +118,7 @@ class Pace:
         self._free_ns = max(self._free_ns or 0, deadline_ns)
 
     def deadline(self, took_ns: int) -> int:
-        """Return the time in ns at which something ends that begins now and takes ``took_ns``; for ``sleep_until``."""
+        """Return the time in ns, for ``sleep_until``, at which work that begins now and takes ``took_ns`` ends."""
         return self._clock() + took_ns
 
     def sleep_until(self, deadline_ns: int) -> int:

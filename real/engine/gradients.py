@@ -18,8 +18,8 @@ COUNT = attrgetter("_version")
 
 
 Marks = tuple[list[torch.Tensor], list[int], torch.Tensor]
-"""Fingerprint of gradients: the tensors; their numbers of in-place writes (empty without buckets); and the FP64 sum and
-norm of each gradient or bucket, as int64 bits of shape ``(2 * num,)``."""
+"""Fingerprint of gradients: the tensors; the number of in-place writes to each (empty without buckets); and the FP64
+sum and norm of each gradient or bucket, as int64 bits in a tensor ``(2 * num,)`` for ``num`` of them."""
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -66,11 +66,12 @@ def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def marks_of(gradients_of: Sequence[nn.Parameter], buckets: Sequence[torch.Tensor] | None, device: torch.device) -> Marks:
-    """Return marks from which ``are_same`` tells whether gradients changed.
+    """Return marks with which ``are_same`` tells whether gradients have changed.
 
-    ``buckets``: flat tensors that hold all gradients' values, if there are any. Sums and norms reveal writes that
-    torch does not count, as by ``torch.amp.GradScaler`` and ``grad.data.mul_()``. They are compared as bits, so that
-    NaN equals NaN. Those of buckets do not change if the gradients of other parameters are cleared.
+    ``buckets`` are flat tensors that hold the values of all gradients; None if there are none. Sums and norms reveal
+    writes that torch does not count, such as those of ``torch.amp.GradScaler`` and ``grad.data.mul_()``. They are
+    compared as bits, so that NaN equals NaN. The sums and norms of buckets do not change if the gradients of other
+    parameters are cleared.
     """
     gradients = [gradient for parameter in gradients_of if (gradient := parameter.grad) is not None]
     values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # documented

@@ -124,7 +124,10 @@ class Updates:
                 self._executor().begin_update(one)
 
     def refuse_partial(self, again: Optimizer | None = None) -> None:
-        """Raise ``ConfigError`` if only some optimizers have stepped, but all must; ``again``: only if this one has."""
+        """Raise ``ConfigError`` if only some optimizers have stepped, but all must.
+
+        With ``again``, raise it only if that optimizer is one of those that have stepped.
+        """
         if not self._stepped or self._what.leaves_averages or not (again is None or _is_in(again, self._stepped)):
             return
         number, one = next((number, one) for number, one in enumerate(self.optimizers, 1) if not _is_in(one, self._stepped))

@@ -67,7 +67,10 @@ def optimizer_name(facts: Facts) -> Literal["sgd", "momentum", "adagrad", "adam"
 
 
 def experiment_of(base: Experiment, facts: Facts, command: tuple[str, ...]) -> Experiment:
-    """Return a script's experiment: tuning, target and links of ``base``, workload and cluster of ``facts``."""
+    """Return a script's experiment. Its workload, cluster and strategy are those of ``facts``.
+
+    Tuning, target and links are those of ``base``.
+    """
     nodes, rest = divmod(facts.trainers, facts.trainers_per_node)
     cluster = Cluster(nodes=1 if rest else nodes, trainers_per_node=facts.trainers if rest else facts.trainers_per_node)
     workload = replace(

@@ -149,7 +149,7 @@ class DriverSide(JobFolder):
         threading.Thread(target=run, name="driver-beat", daemon=True).start()
 
     def order(self, number: int, leg: Any) -> None:
-        """Write order ``number``: a leg or a look, which is a ``Config``."""
+        """Write order ``number`` to the folder, as JSON. ``leg`` is the ``Config`` of a leg or of a look."""
         write_json(self.legs / f"{number}.json", encode(leg))
 
     def stop(self) -> None:

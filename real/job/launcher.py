@@ -121,7 +121,11 @@ def _follow(processes: Sequence[Started], echo: Echo, note: Path, *, is_spread: 
 
 
 def _is_over(processes: Sequence[Started], note: Path, *, is_spread: bool) -> bool:
-    """Whether all have ended, one has failed, or the servers' time since the last trainer's end is over."""
+    """Whether the launch is over: all have ended, one has failed, or only servers are left and their time is up.
+
+    Servers get ``SERVER_GRACE_S`` after the last trainer has ended, unless all of them are suspended. If the job also
+    runs on other machines (``is_spread``), they are not timed.
+    """
     living = [process for process in processes if process.code is None]
     has_failed = any(process.code for process in processes) or (len(living) < len(processes) and note.exists())
     if has_failed or not living:

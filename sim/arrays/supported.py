@@ -156,7 +156,7 @@ def _on_common_ports(layout: Layout, joins: Sequence[Join]) -> Iterator[tuple[Jo
 
 
 def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[Join]) -> bool:
-    """Whether every part of ``second`` starts after all parts of ``first`` that may share a port with it have ended."""
+    """Whether each part of ``second`` starts after all parts of ``first`` that may share a port with it have ended."""
     before = first.operation
     if before.group != second.group and not layout.is_full(before.group, second.group):
         return False

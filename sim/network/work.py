@@ -1,4 +1,4 @@
-"""Work: an algorithm's messages per byte of a collective, and the time and the ports that they take."""
+"""Work of a collective algorithm: its phases of messages, their time, and the share of the bytes on each port."""
 
 from __future__ import annotations
 

@@ -145,8 +145,9 @@ class Order:
     def digest(self) -> str:
         """Return a hexadecimal digest of the order of acts.
 
-        It is equal if every server, and every trainer with its sender, did the same acts in the same order;
-        with look-ups, if all roles together did, because an evaluation reads tables from the servers.
+        Two orders have the same digest if each server, and each trainer with its sender, did the same acts in the same
+        order. If rows are looked up, the order across roles counts too, because an evaluation reads tables from the
+        servers.
         """
         whole = any(act.kind == "rows" for act in self._known)
         digests: dict[tuple[bool, int], Any] = {}

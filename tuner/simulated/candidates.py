@@ -86,10 +86,10 @@ def ranked(
     learning: Progress | None = None,
     known: dict[str, RunResult] | None = None,
 ) -> Ranking:
-    """Simulate and rank all different candidates, or as many as ``tune.trials`` allows, chosen by Optuna.
+    """Simulate and rank all distinct candidates, or as many as ``tune.trials`` allows, chosen by Optuna.
 
-    ``learn``: see ``tuner.ways``; ``learning`` is its progress callback. ``known``: see ``simulated``. Raises
-    ``ConfigError`` as ``simulate`` does.
+    ``learn`` is described in ``tuner.ways``; ``learning`` is its progress callback. ``known`` holds results with
+    servers, and is described in ``simulated``. Raises ``ConfigError`` as ``simulate`` does.
     """
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment), known), experiment.strategy

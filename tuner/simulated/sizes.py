@@ -207,9 +207,10 @@ class _Law:
 
     @classmethod
     def of(cls, experiments: Sequence[Experiment], out: Path, learn: Learn) -> "_Law":
-        """Return the law by the file's points, or by virtual trainers, as far as ``tune.search_seconds`` go.
+        """Return the law from ``tune.reference_points``, or else from virtual trainers within ``tune.search_seconds``.
 
-        Without either, it is by a profile's noise scale.
+        Without either, it is from a profile's gradient noise scale and ``tune.samples``; without those, it has no
+        points.
         """
         first = experiments[0]
         tune, profile = first.tune, profile_of(first)
@@ -232,7 +233,10 @@ class _Law:
         return cls(points=points, noise=noise, note=f"{note}, for learning rates that are tuned for their batch")
 
     def comparable(self, experiment: Experiment, times: candidates.Times) -> candidates.Times:
-        """Return the strategies for which the law holds: those that train like the own one; all without points."""
+        """Return those strategies of ``times`` for which the law holds: the ones that train like the experiment's own.
+
+        Without points, return all of them.
+        """
         own = way_of(experiment.strategy)
         return {one: step_s for one, step_s in times.items() if way_of(one) == own} if self.points else times
 

@@ -21,8 +21,8 @@ MODEL_ERROR = 0.083
 """Error of the predicted log ratio of step times that 90 % of 28 pairs of strategies in declared clusters do
 not exceed (reports/network)."""
 FIRST_LOOK_ERROR = 0.068
-"""Error of the log ratio that 90 % of 254 pairs in environments not run before do not exceed (reports/fidelity),
-added for each of ``ways_outside``."""
+"""Like ``MODEL_ERROR``, for 254 pairs in environments that had not been run before (reports/fidelity). Its square
+is added once for each of the ``ways_outside``."""
 MEASURED_TRAINERS = 4
 MEASURED_BANDWIDTH = BitsPerSecond(200 * 10**6)
 """Largest number of trainers, and bandwidth of the fastest links, that the simulator was compared with."""

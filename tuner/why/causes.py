@@ -20,7 +20,7 @@ from fleetbench.why.shares import COMPUTE, Kind, Share, Shares, total_s
 from fleetbench.why.steps import spans_of
 
 NETWORK, SLOW = "the network", "a slow rank"
-"""Names of causes."""
+"""Names of the causes for a slow network and for a slow rank."""
 LEAST_SHARE = 0.02
 """Smallest share of a step that is a cause."""
 _LEAST_INPUT = 0.05

@@ -93,7 +93,7 @@ class Issue:
         self._operations: list[Operation] = []
 
     def add(self, kind: Any, **fields: Any) -> None:
-        """Add an operation that waits for the last one."""
+        """Add an operation that waits for the one added before it, if any."""
         after = (self._operations[-1].id,) if self._operations else ()
         self._operations.append(Operation(id=self.next_id, kind=kind, after=after, **fields))
         self.next_id += 1

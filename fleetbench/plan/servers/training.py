@@ -90,7 +90,7 @@ class ServerTraining:
         return SenderState(acknowledged=(0,) * self.rules.servers) if role == "sender" else ServerState()
 
     def on(self, state: RoleState, now_ns: int, event: Event) -> tuple[RoleState, Operations]:  # noqa: ARG002  # time comes as ``TimerFired``
-        """Return the next state of a role, and the operations that it starts now."""
+        """Handle ``event``: return the role's next state and the operations that it starts now."""
         if isinstance(state, TrainerState):
             return on_trainer(self.rules, state, event)
         if isinstance(state, SenderState):

@@ -112,7 +112,7 @@ class Gpt(nn.Module):
         _initialise(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropies."""
+        """Return the cross-entropies ``(batch, length - 1)`` of all tokens except the first."""
         hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             hidden = block(hidden)
