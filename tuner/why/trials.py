@@ -11,7 +11,8 @@ from real.why.look import Look
 from tuner.sequential import paired_speedup
 from tuner.why.causes import Tried
 
-_PAIRS = 6
+_PAIRS, _MOST_PAIRS = 6, 12
+"""Number of pairs, and the number if six do not tell whether the remedy helps."""
 _LEAST_PAIRS = 4
 _LEG_S, _LEAST_STEPS, _MOST_STEPS = 0.7, 8, 200
 _WARMUP = 3
@@ -21,11 +22,12 @@ _WARMUP = 3
 def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: float) -> Tried | None:
     """Run legs without and with the change, A B B A A B ..., until there are six pairs, or no time for another.
 
-    ``deadline_s`` is by ``time.monotonic``. Return None with fewer than four pairs.
+    If six do not tell whether it helps, up to twelve run. ``deadline_s`` is by ``time.monotonic``. Return None with
+    fewer than four pairs.
     """
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(_LEG_S / step_s)))
     found: list[tuple[float, float]] = []
-    while len(found) < _PAIRS:
+    while len(found) < _PAIRS or (len(found) < _MOST_PAIRS and not _is_clear(found)):
         began = time.monotonic()
         order = (DdpChange(), change) if len(found) % 2 == 0 else (change, DdpChange())
         legs = {}
@@ -38,6 +40,12 @@ def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: floa
         if 2 * time.monotonic() - began > deadline_s:  # another pair would exceed it
             break
     return _tried(found)
+
+
+def _is_clear(found: list[tuple[float, float]]) -> bool:
+    """Return whether the interval of these pairs excludes that the change makes no difference."""
+    tried = _tried(found)
+    return tried is not None and not tried.low_s <= tried.today_s <= tried.high_s
 
 
 def _tried(found: list[tuple[float, float]]) -> Tried | None:
