@@ -262,7 +262,7 @@ def _emulated(table: LayerTable) -> LayerTable:
     )
 
 
-def all_reduce_cost(experiment: Experiment, table: LayerTable | None = None) -> Cost:
+def all_reduce_cost(experiment: Experiment, table: LayerTable) -> Cost:
     """Return T(S) of a ring all-reduce over all trainers; zero for one trainer.
 
     T(S) is the sum of the latencies of the 2 (P - 1) hops that a chunk passes, plus 2 ((P - 1) / P) S over the
@@ -287,27 +287,23 @@ def all_reduce_cost(experiment: Experiment, table: LayerTable | None = None) -> 
     rates = [min(link.bandwidth, link.flow_limit or link.bandwidth) for link in hops]
     steps = 2 * (cluster.trainers - 1)
     chains: tuple[Pace, ...] = ()
-    slowest = 1.0
+    slowest, disturbances = 1.0, dict[str, float]()
     if experiment.strategy.fusion == "optimal":
         slowest = _slowest(experiment)
         paces = [Pace(latency, Fraction(8 * 10**9, cluster.trainers * rate)) for latency, rate in zip(latencies, rates, strict=True)]
         chains = envelope(around_ring(steps, paces))
+        disturbances = {
+            "start_ns": float(table.host_per_collective),
+            "compute_slowdown": table.contention,
+            "own_slowdown": table.collective_contention,
+        }
     return Cost(
         latency_ns=float(2 * sum(latencies) - left_out),
         ns_per_byte=steps * 8e9 / (cluster.trainers * min(rates)),
         lines=tuple((float(chain.latency_ns), float(chain.ns_per_byte)) for chain in chains),
         slowest=slowest,
-        **({} if table is None or experiment.strategy.fusion != "optimal" else _disturbances(table)),
+        **disturbances,
     )
-
-
-def _disturbances(table: LayerTable) -> dict[str, float]:
-    """Return how collectives slow compute down, and compute collectives, as fields of ``Cost``."""
-    return {
-        "start_ns": float(table.host_per_collective),
-        "compute_slowdown": table.contention,
-        "own_slowdown": table.collective_contention,
-    }
 
 
 def _slowest(experiment: Experiment) -> float:

@@ -81,8 +81,6 @@ class Scenario:
             refuse_undeclared(experiment, experiment.strategy, "the simulator")
         refuse_large(experiment)
         table = table or on_cores(experiment, table_for(experiment))
-        if not 0 <= table.contention < math.inf:
-            raise ConfigError("slows compute, so it is at least 0", "profile.tables.contention", repr(table.contention), "fix the profile")
         cluster, run, strategy = experiment.cluster, experiment.run, experiment.strategy
         plan = build_plan(strategy, table.by_readiness(), setting_of(experiment, table))
         steps = range(1 - run.warmup_steps, experiment.workload.steps + 1)

@@ -1,5 +1,6 @@
 """Budget: the length of legs, the time that they may take together, and the settings that limit it."""
 
+import dataclasses
 import math
 
 from fleetbench.experiment import Experiment
@@ -29,22 +30,28 @@ def largest_geo_k(experiment: Experiment) -> int:
 
 
 def leg_steps_of(experiment: Experiment) -> int:
-    """Return the number of counted steps in a leg: ``tune.leg_steps``, but at least a round of every searched K.
-
-    ``tune.leg_steps`` are halved while they compute for longer than ``tune.leg_seconds``: halved, so that
-    another profile rarely changes their number.
-    """
+    """Return the number of counted steps in a leg: ``tune.leg_steps``, but at least a round of every searched K."""
     own, tune, steps = Combination.of(experiment.strategy), experiment.tune, experiment.tune.leg_steps
-    if tune.leg_seconds is not None:
-        table = table_for(experiment)
-        while steps >= 2 * _LEAST_STEPS and steps * (table.forward_ns + table.backward_ns) * 1e-9 > tune.leg_seconds:
-            steps //= 2
     if experiment.strategy.mode == "ps":
         return max(steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
     longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
     if experiment.run.launcher == "command" and tune.diloco and longest > 1:  # a script's outer optimizer has twice the largest
         longest *= 2
     return max(steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
+
+
+def with_leg_steps(experiment: Experiment) -> Experiment:
+    """Return the experiment with ``tune.leg_seconds`` resolved: it shortens ``tune.leg_steps``, and is then None.
+
+    The steps are halved while they compute for longer, so that another profile rarely changes their number.
+    """
+    tune, steps = experiment.tune, experiment.tune.leg_steps
+    if tune.leg_seconds is None:
+        return experiment
+    table = table_for(experiment)
+    while steps >= 2 * _LEAST_STEPS and steps * (table.forward_ns + table.backward_ns) * 1e-9 > tune.leg_seconds:
+        steps //= 2
+    return experiment.replace(tune=dataclasses.replace(tune, leg_steps=steps, leg_seconds=None))
 
 
 def budget_of(experiment: Experiment) -> tuple[float, str]:

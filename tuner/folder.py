@@ -200,7 +200,7 @@ class Earlier:
         as_they_are = _LINKS if run.launcher in ("local", "command") and run.device != "emulated" else ()
         target = {f"workload.{name}" for name in _TARGET} & {*moved}
         rest = [key for key in moved if key not in target]
-        ran = [key for key in rest if key in ("tune.leg_steps", "tune.leg_seconds") or not key.startswith(("tune.", *as_they_are))]
+        ran = [key for key in rest if key == "tune.leg_steps" or not key.startswith(("tune.", *as_they_are))]
         holds = not ran and not elsewhere and not (times and by_times)
         held = "nothing" if not holds else "legs" if target or "tune.metric" in moved else "legs, runs to the target"
         note = Moved(since=self.path.name, changes=tuple(lines), taken=held)

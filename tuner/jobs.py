@@ -19,7 +19,7 @@ from fleetbench.quantities import counted
 from fleetbench.workload import LAYERS
 from real.job.script_session import ScriptSession
 from real.profile.measuring import profile_script
-from tuner.budget import SECONDS_PER_HOUR, budget_of
+from tuner.budget import SECONDS_PER_HOUR, budget_of, with_leg_steps
 from tuner.folder import Earlier, Folder, recent
 from tuner.notes import Note, Remark, left_out
 from tuner.real_runs import Runner
@@ -51,6 +51,7 @@ def own_trainers(asked: Experiment, folder: Folder, out: Path, runner: Runner | 
         from real.profile.measuring import ensure_profile
 
         experiment = ensure_profile(experiment, out, progress=stage(progress, "profile the model"))
+    experiment = with_leg_steps(experiment)
     if runner is not None:
         yield Job(experiment=experiment, runner=runner)
         return
@@ -92,7 +93,7 @@ def script_of(
             raise ConfigError("the script reports no loss", "workload.target_loss", f"{asked.workload.target_loss:g}", hint)
         evidence = None if kept is None else folder.evidence()
         before_s = 0.0 if evidence is None else evidence.held_s
-        experiment = known or _profiled(session, out, script.seconds, progress)
+        experiment = with_leg_steps(known or _profiled(session, out, script.seconds, progress))
         yield Job(
             experiment=experiment,
             runner=session,
@@ -136,6 +137,9 @@ def _notes(asked: Experiment, experiment: Experiment, session: ScriptSession) ->
     if session.hosts:
         trainers, hosts = counted(experiment.cluster.trainers, "trainer"), ", ".join(dict.fromkeys(session.hosts))
         notes.append(Remark(text=f"the verdict holds for {trainers} on {hosts}, started by the same command"))
+    if (steps := experiment.tune.leg_steps) < asked.tune.leg_steps:
+        limit = f"tune.leg_seconds = {asked.tune.leg_seconds:g}"
+        notes.append(Remark(text=f"a leg has {steps} steps, not {asked.tune.leg_steps}: more would compute for longer than {limit}"))
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and asked.cluster.intra is None:
         slow = "the simulator took the link inside a node to be as slow as that between nodes"
         notes.append(left_out("cluster.intra", "is not declared", slow))

@@ -99,7 +99,8 @@ def bucket_sizes_mb(experiment: Experiment, strategy: DistributedStrategy) -> tu
 
     Empty with parameter servers, sparse buckets, or buckets of several data types.
     """
-    table = table_for(experiment.replace(strategy=strategy))
+    experiment = experiment.replace(strategy=strategy)
+    table = table_for(experiment)
     buckets = build_plan(strategy, table.by_readiness(), setting_of(experiment, table)).buckets
     if strategy.mode != "collective" or len({bucket.dtype for bucket in buckets}) != 1 or any(bucket.sparse for bucket in buckets):
         return ()

@@ -26,6 +26,8 @@ from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
 """Largest number of points of a space that is enumerated; bucket sizes that give equal buckets count once."""
+_MOST_PRUNED = 4
+"""Number of pruned proposals, as a multiple of ``tune.trials``, after which Optuna's search ends."""
 PROBED = 20
 """Number of simulated strategies from which the time for all strategies is estimated."""
 WARMUP_STEPS = 2
@@ -140,7 +142,7 @@ def search(
     found = _enumerated(experiment, fewer, arms, same, step_s, tell)
     why = "they exclude each other's values, or are one of those to the simulator"
     if found is None:
-        found = Search(_proposed(experiment, fewer, arms, same, step_s, tell, out))
+        found = _proposed(experiment, fewer, arms, same, step_s, tell, out)
         why = "Optuna proposed those (tune.trials), because all are too many, or take more than tune.search_seconds"
     tell(len(found.tried), len(found.tried))
     number = sum(one.arm is None for one in found.tried)
@@ -274,9 +276,9 @@ def _proposed(
     step_s: StepS,
     progress: Callable[[int, int], None],
     out: Path,
-) -> tuple[Tried, ...]:
+) -> Search:
     """Simulate the arms and Optuna's proposals until the study has ``tune.trials`` complete trials."""
-    wanted, known = experiment.tune.trials, dict[str, float]()
+    wanted, known, refused = experiment.tune.trials, dict[str, float](), dict[str, ConfigError]()
 
     def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
         arm = trial.user_attrs.get("arm")
@@ -294,25 +296,30 @@ def _proposed(
             raise optuna.TrialPruned from None
         key = same.key(strategy)
         trial.set_user_attr("key", key)
-        try:
-            known[key] = known[key] if key in known else step_s(strategy)
-        except ConfigError:
-            if arm is not None:
-                raise
-            raise optuna.TrialPruned from None
+        if key not in known and key not in refused:
+            try:
+                known[key] = step_s(strategy)
+            except ConfigError as error:
+                if arm is not None:
+                    raise
+                refused[key] = error
+        if key in refused:
+            raise optuna.TrialPruned
         return known[key]
 
     with open_study(experiment, out) as study:
         while True:
             complete = trials(study, TrialState.COMPLETE)
             known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
-            if len(complete) >= wanted:
+            if len(complete) >= wanted or len(trials(study, TrialState.PRUNED)) >= _MOST_PRUNED * wanted:
                 break
             progress(len(complete), wanted)
             _enqueue_arm(study, space, arms, complete)
             run_trial(study, experiment.run.seed, objective)
     keyed = [(trial, trial.user_attrs["key"]) for trial in complete]
-    return tuple(Tried(strategy_of(trial), known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
+    tried = tuple(Tried(strategy_of(trial), known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
+    many = "a strategy" if len(refused) == 1 else f"{len(refused)} strategies"
+    return Search(tried, tuple(left_out(many, "cannot be simulated", error) for error in [*refused.values()][:1]))
 
 
 def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:

@@ -26,11 +26,11 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
 from fleetbench.fields import CALLED, PARAMETERS, SEARCHES, tables_of
 from fleetbench.knobs import Need
-from fleetbench.plan.build import build_plan
+from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.groups import queue_depth
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import COMPUTE_FIELDS, compute_key, computes_locally, table_for
+from fleetbench.profile import COMPUTE_FIELDS, all_reduce_cost, compute_key, computes_locally, table_for
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
@@ -302,6 +302,7 @@ class Equivalence:
     experiment: Experiment
     _tables: dict[tuple[str, bool], LayerTable] = field(default_factory=dict)
     _digests: dict[tuple[DistributedStrategy, str], str] = field(default_factory=dict)
+    _settings: dict[tuple[bool, str], Setting] = field(default_factory=dict)
 
     def key(self, strategy: DistributedStrategy) -> str:
         """Return a key of plan, decisions between steps and layer table: equal keys mean equal simulated runs."""
@@ -315,12 +316,20 @@ class Equivalence:
             self._tables[key] = table_for(self.experiment.replace(strategy=strategy))
         return self._tables[key]
 
+    def _setting(self, strategy: DistributedStrategy, table: LayerTable) -> Setting:
+        """Return the setting of a strategy's plan. Of the strategy, only ``fusion = "optimal"`` changes it, by its cost."""
+        key = strategy.fusion == "optimal", table.key
+        if key not in self._settings:
+            cost = all_reduce_cost(self.experiment.replace(strategy=strategy), table)
+            self._settings[key] = dataclasses.replace(setting_of(self.experiment, table), cost=cost)
+        return self._settings[key]
+
     def _digest(self, strategy: DistributedStrategy, table: LayerTable) -> str:
         # A plan depends on the gradients and their order, not on how often it is carried out.
         rounds = strategy.localsgd_configs.has_fragments or strategy.quantises
         planned = strategy.without("thread_num", *["localsgd"][rounds:])
         if (planned, table.key) not in self._digests:
-            plan = build_plan(planned, table.by_readiness(), setting_of(self.experiment, table))
+            plan = build_plan(planned, table.by_readiness(), self._setting(planned, table))
             self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # faster than the plan's own digest
         return self._digests[planned, table.key]
 

@@ -130,20 +130,23 @@ def _by_cost(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost:
 def _best_partition(ready_ns: Sequence[float], nbytes: Sequence[int], dtypes: Sequence[str], cost: Cost) -> list[list[int]]:
     """Return the partition with which backward and exchange end first.
 
-    This is exact if all-reduces neither delay nor slow compute. If they do, fewer groups may be better: the
-    result is then the best of the exact partitions for increasing latencies, down to a single group.
+    This is exact if all-reduces neither delay nor slow compute. If they do, the result is the best of the exact
+    partitions for increasing latencies, down to a single group, and of partitions by size.
     """
     lines = cost.lines or ((cost.latency_ns, cost.ns_per_byte),)
     found = [best_partition(ready_ns, nbytes, dtypes, lines)]
-    if not (cost.start_ns or cost.compute_slowdown or cost.own_slowdown):
+    if not ready_ns or not (cost.start_ns or cost.compute_slowdown or cost.own_slowdown):
         return found[0]
-    more_ns = max(cost.start_ns, cost.latency_ns, max(ready_ns, default=0.0) / 256, 1.0)
+    more_ns = max(cost.start_ns, cost.latency_ns, ready_ns[-1] / 256, 1.0)
     while len(found[-1]) > 1:
         found.append(best_partition(ready_ns, nbytes, dtypes, [(latency_ns + more_ns, rate) for latency_ns, rate in lines]))
-        more_ns *= 2
+        more_ns *= 4
+    found += [_by_bytes(nbytes, sum(nbytes) / 2**halved) for halved in range(len(nbytes).bit_length() + 1)]
+    found.append([[index] for index in range(len(nbytes))])
 
     def end_s(groups: Sequence[Sequence[int]]) -> float:
-        parts = [[index for index in group if dtypes[index] == kind] for group in groups for kind in {dtypes[index] for index in group}]
+        kinds = [(group, kind) for group in groups for kind in dict.fromkeys(dtypes[index] for index in group)]
+        parts = [[index for index in group if dtypes[index] == kind] for group, kind in kinds]
         parts.sort(key=max)
         sizes = [sum(nbytes[index] for index in part) for part in parts]
         exchange = Exchange(
@@ -156,6 +159,19 @@ def _best_partition(ready_ns: Sequence[float], nbytes: Sequence[int], dtypes: Se
         return went.backward_s + went.stall_s
 
     return min(found, key=end_s)
+
+
+def _by_bytes(nbytes: Sequence[int], cap: float) -> list[list[int]]:
+    """Return runs of gradients, each closed by the gradient with which it reaches ``cap`` bytes."""
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for index, size in enumerate(nbytes):
+        groups[-1].append(index)
+        filled += size
+        if filled >= cap and index + 1 < len(nbytes):
+            groups.append([])
+            filled = 0
+    return groups
 
 
 def _by_caps(gradients: Sequence[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:

@@ -130,6 +130,9 @@ class LayerTable(Config):
     def _validate(self) -> None:
         if not 0.0 < self.local_compute < math.inf:
             raise ConfigError("a share of compute is above 0", "local_compute", repr(self.local_compute), "take the profile again")
+        for name in ("contention", "collective_contention"):
+            if not 0.0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError("slows compute or a collective, so it is at least 0", name, repr(value), "take the profile again")
 
     @property
     def forward_ns(self) -> int:

@@ -154,10 +154,9 @@ class Layout:
         dense = [torch.zeros_like(value) if (own := found[name]) is None else own for name, value in self.dense.items()]
         tables = []
         for name, table in self.sparse.items():
-            whole = None if (own := found[name]) is None else own.coalesce()
+            own = found[name]
+            whole = None if own is None else own.clone() if own.is_coalesced() else own.coalesce()  # coalescing copies, too
             none = table.new_zeros(0, dtype=torch.int64), table.new_zeros(0, table.shape[1])
-            if own is not None and own.is_coalesced():  # and shares its memory, which the next backward may overwrite
-                whole = own.clone()
             tables.append(none if whole is None else (whole.indices()[0], whole.values()))
         return Change(torch.cat([own.detach().reshape(-1) for own in dense]) if dense else None, tables)
 

@@ -1,4 +1,4 @@
-"""Phase: where an engine is in a step."""
+"""Phase: where an ``Engine`` is in a step; a ``ShardedEngine`` uses the same names, except ``BACKWARD``."""
 
 from enum import Enum, auto
 

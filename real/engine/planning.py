@@ -72,7 +72,7 @@ class Planning:
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
             queue_depth=communicators.queue_depth,
-            cost=cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
+            cost=cost or (measured_cost(communicators, slows=strategy.fusion == "optimal") if strategy.fuses_by_cost else None),
             buffers_nbytes=self.buffers.nbytes,
             averaged_nbytes=self.buffers.averaged_nbytes,
             holds_scatters=communicators.device.type == "cpu",
@@ -159,43 +159,40 @@ class Planning:
         return order
 
 
-def measured_cost(communicators: Communicators) -> Cost:
-    """Return rank 0's cost of an all-reduce on communicator 0, measured with a small and a large one.
+def measured_cost(communicators: Communicators, *, slows: bool) -> Cost:
+    """Return rank 0's cost of an all-reduce on communicator 0, on every rank: a small and a large one are timed.
 
-    On a CPU, the large one is also timed together with matrix products that take as long. Together they take one to two
-    times as long as one of them; the excess is taken as the slowdown of each by the other.
+    ``slows``: on a CPU, compute as long as the large one also runs next to it. Together they take from once to twice as
+    long as one of them; by that share each is assumed to slow the other.
     """
     device = communicators.device
-    small, large = (torch.zeros(nbytes // 4, device=device) for nbytes in (_SMALL, _LARGE))
-    start_ns, small_ns = _medians(communicators, small)
-    _, large_ns = _medians(communicators, large)
+    small, large = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for nbytes in (_SMALL, _LARGE))
+    small_ns, large_ns = (_median_ns(communicators, tensor) for tensor in (small, large))
     per_byte = max(0.0, (large_ns - small_ns) / (_LARGE - _SMALL))
     slowdown = 0.0
-    if device.type == "cpu":
-        _, few_ns = _medians(communicators, None, _FEW)
-        products = max(1, round(_FEW * large_ns / max(1.0, few_ns)))
-        slowdown = min(1.0, max(0.0, _medians(communicators, large, products)[1] / max(1.0, large_ns) - 1.0))
-    found = torch.tensor([max(0.0, small_ns - per_byte * _SMALL), per_byte, start_ns, slowdown], dtype=torch.float64, device=device)
+    if slows and device.type == "cpu":
+        products = max(1, round(_FEW * large_ns / max(1.0, _median_ns(communicators, None, _FEW))))
+        slowdown = min(1.0, max(0.0, _median_ns(communicators, large, products) / max(1.0, large_ns) - 1.0))
+    found = torch.tensor([max(0.0, small_ns - per_byte * _SMALL), per_byte, slowdown], dtype=torch.float64, device=device)
     communicators.broadcast(found)
     with host_reads():
-        latency_ns, ns_per_byte, start_ns, slowdown = found.tolist()
-    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte, start_ns=start_ns, compute_slowdown=slowdown, own_slowdown=slowdown)
+        latency_ns, ns_per_byte, slowdown = found.tolist()
+    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte, compute_slowdown=slowdown, own_slowdown=slowdown)
 
 
-def _medians(communicators: Communicators, tensor: torch.Tensor | None, products: int = 0) -> tuple[float, float]:
-    """Return the median ns to start an all-reduce of ``tensor``, and until it and ``products`` matrix products end."""
-    factor, starts, ends = torch.zeros(_WIDTH, _WIDTH), [], []
+def _median_ns(communicators: Communicators, tensor: torch.Tensor | None, products: int = 0) -> float:
+    """Return the median time in ns until an all-reduce of ``tensor`` and ``products`` products of small matrices have ended."""
+    factor, times_ns = torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32), []
     for _ in range(_REPEATS):
         with host_reads():
             communicators.barrier()
         begin = time.monotonic_ns()
         ticket = None if tensor is None else communicators.lane(0).submit(partial(communicators.all_reduce, tensor, "mean"), ())
-        starts.append(time.monotonic_ns() - begin)
         for _ in range(products):
             torch.mm(factor, factor)
         if ticket is not None:
             ticket.wait()
             with host_reads():
                 float(tensor[0])  # type: ignore[index]  # the host waits for the device
-        ends.append(time.monotonic_ns() - begin)
-    return statistics.median(starts), statistics.median(ends)
+        times_ns.append(time.monotonic_ns() - begin)
+    return statistics.median(times_ns)

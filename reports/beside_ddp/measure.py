@@ -266,8 +266,8 @@ def tables(path: Path) -> None:
             low, mid, high = (math.exp(one) for one in statistics.quantiles(logs, n=4)) if len(logs) > 1 else [math.exp(logs[0])] * 3
             cells.append(f"{mid:.2f} ({low:.2f} to {high:.2f})")
         ms = 1e3 * statistics.median(rows[model, "ddp", number] for number in rounds)
-        off = max((one["apart"] for one in lines if one["model"] == model and "apart" in one and one["arm"] != "optimal"), default=0.0)
-        print(f"| {model} | {ms:.2f} | {' | '.join(cells)} | {off:.0e} |")
+        off = max((one["apart"] for one in lines if one["model"] == model and "apart" in one and one["arm"] != "optimal"), default=None)
+        print(f"| {model} | {ms:.2f} | {' | '.join(cells)} | {'' if off is None else f'{off:.0e}'} |")
     peaks = {(one["model"], one["arm"]): one["peak_mb"] for one in lines if "peak_mb" in one}
     for model in dict.fromkeys(name for name, _ in peaks):
         above = [f"{arm} {peak - peaks[model, 'none']:.1f}" for (name, arm), peak in peaks.items() if name == model]
@@ -279,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="with what each is compared with: see BESIDE")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="with what each is compared with: see BESIDE")
     parser.add_argument("--out", type=Path, default=HERE / "raw.jsonl")
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--memory", action="store_true")

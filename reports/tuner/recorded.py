@@ -22,7 +22,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.profile import profile_of
 from fleetbench.store import commit, machine
 from tuner import tune as tuning
-from tuner.budget import leg_steps_of
 from tuner.evidence import Pair, Run
 from tuner.jobs import Script
 from tuner.real_runs import RealRuns
@@ -35,12 +34,14 @@ KEPT = ("verdict", "undecided", "reason", "finalist", "speedup", "low", "high", 
 
 
 def key_of(run: Run) -> list[Any]:
-    """What a request asks for, without the digests that depend on the code: arm, side, window, and whether it is a run to the target."""
+    """What a request asks for, without the digests that depend on the code: arm, side, window, seed, and whether it runs to the target."""
     return [run.arm, run.side, run.leg.window, run.leg.seed, run.leg.ends_at_target]
 
 
 def main() -> None:
     """Tune, and write the record."""
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     name, *words = sys.argv[1:]
     if words[0] == "--":
         script = Script(command=tuple(words[1:]))
@@ -68,8 +69,6 @@ def main() -> None:
 
         begun = dataclasses.replace(runs.evidence, outcomes=(), comparisons=())
         RealRuns.carry_out = carried_out  # type: ignore[method-assign]  # what it would call
-        steps = leg_steps_of(experiment)
-        fixed = experiment.replace(tune=dataclasses.replace(experiment.tune, leg_steps=steps, leg_seconds=None))
         found = verify(experiment, arms, runs, *rest, prepare=prepared, **named)
         record.update(
             {
@@ -77,7 +76,7 @@ def main() -> None:
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",
                 "machine": machine(),
                 "busy": None if (profile := profile_of(experiment)) is None else profile.busy,
-                "experiment": encode(fixed.replace(workload=dataclasses.replace(fixed.workload, profile=None))),
+                "experiment": encode(experiment.replace(workload=dataclasses.replace(experiment.workload, profile=None))),
                 "step_s": runs.step_s,
                 "begun": encode(begun),
                 "arms": [encode(arm) for arm in arms],

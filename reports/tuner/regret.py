@@ -169,14 +169,17 @@ def enumerated(experiment: Experiment) -> tuple[int, Times]:
             found = ranked(experiment, out=Path(out)).step_s
         return len(found), found
     space, table, same = search_space(experiment), table_for(experiment), Equivalence(experiment)
-    gradients, cost = table.by_readiness(), setting_of(experiment, table).cost
+    gradients, costs = table.by_readiness(), dict[str, Cost | None]()
     unlike: dict[tuple[object, ...], DistributedStrategy] = {}
     num_combinations = 0
     for point in space.points():
         num_combinations += 1
         strategy = space.strategy(point)
         others = [(name, value) for name, value in parameters_of(strategy).items() if name != "fusion"]
-        unlike.setdefault((*others, *(bucket.gradients for bucket in fuse(gradients, strategy, cost))), strategy)
+        if strategy.fusion not in costs:
+            costs[strategy.fusion] = setting_of(experiment.replace(strategy=strategy), table).cost
+        buckets = fuse(gradients, strategy, costs[strategy.fusion])
+        unlike.setdefault((*others, *(bucket.gradients for bucket in buckets)), strategy)
     own, step_s = experiment.strategy, step_time(shortened(experiment))
     different = {same.key(own): own} | {same.key(strategy): strategy for strategy in unlike.values()}
     return num_combinations, {strategy: step_s(strategy) for strategy in different.values()}

@@ -172,7 +172,7 @@ class Problem:
         from torch.fx.experimental.proxy_tensor import make_fx  # seconds of imports, which short trainings need not pay for
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # vmap warns if it computes trainers one by one
+            warnings.simplefilter("error", UserWarning)  # vmap warns if it computes trainers one by one
             traced = _tidied(make_fx(partial(self._at_once))(*arguments))  # the tracer would count a bound method's ``self``
         traced.graph.set_codegen(torch.fx.graph.CodeGen())  # takes and returns flat lists of tensors
         traced.recompile()
@@ -247,7 +247,7 @@ def fastest(problem: Problem, arguments: Arguments, steps: int, together: int, *
     try:
         graph = problem.graph(*arguments, together=together)
         stacked = Chosen(graph, "graph", _seconds(graph, arguments))
-    except (RuntimeError, Warning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
+    except (RuntimeError, UserWarning):  # vmap has no rule for one of the model's operations, or one that is slower than a loop
         return Chosen(problem.loop, "loop", loop_s)
     return min(Chosen(problem.loop, "loop", loop_s), stacked, key=attrgetter("step_s"))
 

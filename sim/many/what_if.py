@@ -88,7 +88,7 @@ def what_if(
 
 
 def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:
-    """Return the rank with the largest mean X over the counted steps, and the node whose ranks have the largest sum.
+    """Return the rank with the largest mean X over the counted steps, and the node whose ranks have the largest mean.
 
     X includes nodes' own slowness. The lowest number wins a tie. Returns ``None`` if no rank is ever late.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 
@@ -150,6 +151,39 @@ def test_what_a_bucket_costs_the_backward_counts(disturbs: tuple[float, float, f
         assert ends <= disturbed_end_s([list(range(len(gradients)))], case, cost) * (1 + 1e-12)
     assert max(ratios) <= 1.15
     assert sum(ratios) / len(ratios) <= 1.015
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_size_of_buckets_ends_earlier_by_more_than_two_per_cent(seed: int) -> None:
+    """Of up to 40 gradients, at latencies, rates and disturbances over two decades: of 25 sizes, one bucket, and one for each."""
+    draw = random.Random(seed)  # noqa: S311  # test cases, no secret
+    ready = list(accumulate(draw.randint(10, 1_000) for _ in range(draw.randint(5, 40))))
+    gradients = [
+        Gradient(name=str(index), numel=draw.choice([1, 10, 100, 1_000]), ready=Nanoseconds(at)) for index, at in enumerate(ready)
+    ]
+    for latency_ns, ns_per_byte in ((10.0, 0.1), (10.0, 1.0), (300.0, 0.1), (300.0, 1.0)):
+        case = (ready, [gradient.numel for gradient in gradients], latency_ns, 4 * ns_per_byte)
+        for start_ns, slowdown in ((0.0, 0.2), (0.0, 1.0), (100.0, 0.0), (100.0, 0.5), (1_000.0, 2.0)):
+            cost = Cost(
+                latency_ns=latency_ns, ns_per_byte=ns_per_byte, start_ns=start_ns, compute_slowdown=slowdown, own_slowdown=slowdown
+            )
+
+            def ends(strategy: DistributedStrategy, case: Any = case, cost: Cost = cost) -> float:
+                buckets = fuse(gradients, strategy, cost)
+                return disturbed_end_s([[int(name) for name in bucket.gradients] for bucket in buckets], case, cost)
+
+            best = ends(OPTIMAL)
+            sizes = [0.0, *(sum(gradient.nbytes for gradient in gradients) / MIB / 1.2**power for power in range(25))]
+            others = [DistributedStrategy(fuse_grad_size_in_MB=size, fuse_grad_count=0) for size in sizes]
+            for other in (*others, DistributedStrategy(fuse_all_reduce_ops=False)):
+                assert best <= 1.02 * ends(other), (latency_ns, ns_per_byte, start_ns, slowdown, other.changes())
+
+
+def test_without_dense_gradients_there_is_nothing_to_partition() -> None:
+    """A model of one embedding has one sparse bucket, whatever an all-reduce costs."""
+    table = Gradient(name="words.weight", numel=100, sparse=True, ready=Nanoseconds(0))
+    (bucket,) = fuse([table], OPTIMAL, Cost(latency_ns=1.0, ns_per_byte=1.0, start_ns=5.0, compute_slowdown=1.0))
+    assert bucket.sparse
 
 
 def test_a_start_that_costs_more_than_it_hides_is_left_out() -> None:

@@ -98,7 +98,7 @@ def test_more_contention_never_helps() -> None:
 
 def test_a_contention_below_zero_is_refused() -> None:
     """Communication that speeds compute up is a mistake in the profile."""
-    experiment, profile = profiled(A_AND_B, {}, inter=link(8))
-    table = dataclasses.replace(profile.tables[0], contention=-0.1)
-    with pytest.raises(ConfigError, match="contention"):
-        simulate(with_profile(experiment, dataclasses.replace(profile, tables=(table,))))
+    _, profile = profiled(A_AND_B, {}, inter=link(8))
+    for name in ("contention", "collective_contention"):
+        with pytest.raises(ConfigError, match=name):
+            dataclasses.replace(profile.tables[0], **{name: -0.1})

@@ -16,7 +16,7 @@ from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
 from fleetbench.experiment import Experiment
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
-from fleetbench.profile import all_reduce_cost
+from fleetbench.profile import all_reduce_cost, table_for
 from fleetbench.quantities import MIB, BitsPerSecond
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
@@ -87,13 +87,13 @@ def test_the_best_partition_is_the_fastest_on_the_simulated_clock(engine: Engine
 def test_the_cost_is_that_of_a_chunks_hops_and_of_the_slowest_port(nodes: int, per_node: int, cost: Cost) -> None:
     """Between nodes 1000 ns and 0.1 ns a byte; inside, 10 ns and 1 ns a byte."""
     four, profile = profiled(LAYERS, {}, nodes=nodes, trainers_per_node=per_node, intra=link(8, 10), inter=link(80, 1_000))
-    found = all_reduce_cost(with_profile(four, profile))
+    found = all_reduce_cost(with_profile(four, profile), table_for(with_profile(four, profile)))
     assert (found.latency_ns, found.ns_per_byte) == (cost.latency_ns, pytest.approx(cost.ns_per_byte))
     limited = dataclasses.replace(link(80, 1_000), flow_limit=BitsPerSecond(10**9))
     slow, profile = profiled(LAYERS, {}, nodes=2, trainers_per_node=1, intra=link(8, 10), inter=limited)
-    assert all_reduce_cost(with_profile(slow, profile)).ns_per_byte == 8.0  # one connection's
+    assert all_reduce_cost(with_profile(slow, profile), table_for(with_profile(slow, profile))).ns_per_byte == 8.0  # one connection's
     alone, profile = profiled(LAYERS, {}, nodes=1, trainers_per_node=1, intra=link(8, 10), inter=link(80, 1_000))
-    assert all_reduce_cost(with_profile(alone, profile)) == Cost(latency_ns=0.0, ns_per_byte=0.0)
+    assert all_reduce_cost(with_profile(alone, profile), table_for(with_profile(alone, profile))) == Cost(latency_ns=0.0, ns_per_byte=0.0)
 
 
 def test_the_lines_of_the_cost_are_what_a_simulated_ring_takes() -> None:
@@ -102,7 +102,7 @@ def test_the_lines_of_the_cost_are_what_a_simulated_ring_takes() -> None:
         LAYERS, {}, strategy=FUSE | {"fusion": "optimal"}, nodes=3, trainers_per_node=4, intra=link(240, 3_000), inter=link(80, 20_000)
     )
     four = with_profile(four, profile)
-    cost, links = all_reduce_cost(four), Links.of(four)
+    cost, links = all_reduce_cost(four, table_for(four)), Links.of(four)
     simulated = ring("all_reduce", range(12), links)
     assert len(cost.lines) > 2
     for nbytes in (0, 1, 10**4, 10**5, 3 * 10**5, 10**6, 10**7, 10**9):
@@ -157,7 +157,7 @@ def test_stragglers_delay_what_it_plans_by() -> None:
     late = plain.replace(cluster=dataclasses.replace(plain.cluster, stragglers=(SlowRank(ranks=(1,), factor=2.0),)))
     twice = layered([(40, 0, 200)] * 10, inter=link(8, 40), strategy=FUSE | {"fusion": "optimal"}, steps=2)
     groups = [[bucket.gradients for bucket in simulate(case).plan.buckets] for case in (plain, late, twice)]
-    assert all_reduce_cost(late).slowest == 2.0
+    assert all_reduce_cost(late, table_for(late)).slowest == 2.0
     assert len(groups[0]) < len(groups[1])
     assert groups[1] == groups[2]
 

@@ -10,7 +10,7 @@ from fleetbench.cli.templates import render_template
 from fleetbench.cluster import Cluster, NodeOverride
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import all_reduce_cost
+from fleetbench.profile import all_reduce_cost, table_for
 from fleetbench.stragglers import ONE, SlowNode, draws
 from real.testbed.topology import topology_of
 from sim.network.links import Links
@@ -53,7 +53,7 @@ def test_a_ring_has_as_many_ranks_as_trainers(engine: Engine, trainers: int, ran
     assert found.cluster.trainers == ranks
     transfer_ns = 2 * (ranks - 1) / ranks * NBYTES * 8
     assert step_ns(found, engine) == pytest.approx(COMPUTE_NS + 1000 * latency_us + transfer_ns, abs=2)
-    cost = all_reduce_cost(found)
+    cost = all_reduce_cost(found, table_for(found))
     assert cost.latency_ns + cost.ns_per_byte * NBYTES == pytest.approx(1000 * planned_us + transfer_ns)
 
 

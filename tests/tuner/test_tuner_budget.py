@@ -12,7 +12,7 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed
-from tuner.budget import BudgetSpent, leg_steps_of
+from tuner.budget import BudgetSpent, leg_steps_of, with_leg_steps
 from tuner.evidence import Run
 from tuner.ledger import Ledger, Wanted
 from tuner.real_runs import RealRuns
@@ -61,8 +61,11 @@ def test_the_budget_ends_the_legs_before_it_is_exceeded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "steps"), [(None, 60), (1.8, 60), (1.7, 30), (0.9, 30), (0.89, 15), (0.1, 15)])
 def test_legs_of_slow_steps_are_shorter(seconds: float | None, steps: int) -> None:
     """A step computes for 30 ms, so 60 take 1.8 s. A round of 32 local steps needs more than 15 all the same."""
-    assert leg_steps_of(layers_experiment(leg_steps=60, leg_seconds=seconds)) == steps
-    assert leg_steps_of(target_experiment(leg_steps=60, leg_seconds=seconds, local_steps=[32])) == max(steps, OUTSIDE + 32)
+    resolved = with_leg_steps(layers_experiment(leg_steps=60, leg_seconds=seconds))
+    assert leg_steps_of(resolved) == resolved.tune.leg_steps == steps
+    assert with_leg_steps(resolved) == resolved
+    rounds = with_leg_steps(target_experiment(leg_steps=60, leg_seconds=seconds, local_steps=[32]))
+    assert leg_steps_of(rounds) == max(steps, OUTSIDE + 32)
 
 
 def test_a_leg_that_may_need_another_launch_leaves_room_for_its_start(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_a_recorded_tuning_comes_to_its_verdict_by_its_own_legs(path: Path) -> N
             (arm, side, window, seed, to_target), data = left.pop(0)
             assert (run.arm, run.side, run.leg.window, run.leg.seed, run.leg.ends_at_target) == (arm, side, window, seed, to_target)
             outcome = replace(decode(data, Outcome, "asked"), ran=run.ran, timed=timed_by(run.leg), among=run.among)
+            assert to_target or outcome.failure or outcome.steps == run.leg.steps
             known = known.with_outcome(outcome)
             if outcome.failure:
                 break

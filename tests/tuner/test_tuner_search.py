@@ -194,6 +194,21 @@ def test_a_proposal_that_cannot_be_simulated_ends_no_search(tmp_path: Path) -> N
     found = searched(experiment, tmp_path, FakeSimulate(one_alone))
     assert len(found.tried) == 20
     assert TrialState.PRUNED in states(tmp_path)
+    assert any("cannot be simulated" in str(note) for note in found.notes)
+
+
+def test_a_search_ends_if_no_proposal_can_be_simulated(tmp_path: Path) -> None:
+    """All but the default and the advice are refused: the search gives up, and says why."""
+    experiment = target_experiment(trials=12, search_seconds=0)
+
+    def two_alone(strategy: DistributedStrategy) -> float:
+        if strategy not in (DistributedStrategy(), ADVICE):
+            raise ConfigError("has no such strategy")
+        return formula(strategy)
+
+    found = searched(experiment, tmp_path, FakeSimulate(two_alone))
+    assert {tried.strategy for tried in found.tried} <= {DistributedStrategy(), ADVICE}
+    assert any("has no such strategy" in str(note) for note in found.notes)
 
 
 def test_a_journal_that_was_cut_is_an_error(tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import tuner_fakes
+from sim_cases import link, profiled, with_profile
 
 from fleetbench.config import encode
 from fleetbench.experiment import Experiment
+from fleetbench.quantities import MIB
 from fleetbench.strategy import AdaptiveLocalSGDConfigs, BuildStrategy, DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
+from sim.run import simulate
+from tuner.pytorch import bucket_sizes_mb
 from tuner.space import Equivalence, Space, name_of, search_space, with_different_sizes
 
 RULES = ("merged_gradient", "optimal", "off")
@@ -208,6 +212,22 @@ def test_equal_keys_mean_equal_plans_cadences_and_tables(one: dict[str, object],
     same = Equivalence(layers_experiment())
     keys = [same.key(DistributedStrategy().replace(**changes)) for changes in (one, other)]
     assert (keys[0] == keys[1]) is equal
+
+
+@pytest.mark.parametrize("apart_ns", [200_000, 2_000_000])
+def test_buckets_by_cost_have_the_key_and_the_sizes_of_what_is_simulated(apart_ns: int) -> None:
+    """Where starting a bucket takes compute and exchange slows it, also if the experiment's own strategy fuses by size."""
+    layers = [([100_000], [apart_ns * (24 - number)], 1, apart_ns) for number in range(24)]
+    disturbs = {"host_per_collective": 400_000, "contention": 0.5, "collective_contention": 0.5}
+    fused = {"fuse_all_reduce_ops": True, "fusion": "ddp"}
+    case = with_profile(*profiled(layers, disturbs, inter=link(1_000, 50_000), strategy=fused))
+    same = Equivalence(case)
+    found = [case.strategy.replace(**one) for one in ({"fusion": "optimal"}, {"fusion": "merged_gradient"}, {"fuse_all_reduce_ops": False})]
+    plans = [simulate(case.replace(strategy=one)).plan.buckets for one in found]
+    for one, buckets in zip(found, plans, strict=True):
+        assert bucket_sizes_mb(case, one) == tuple(bucket.nbytes / MIB for bucket in buckets)
+        for other, others in zip(found, plans, strict=True):
+            assert (same.key(one) == same.key(other)) == (buckets == others)
 
 
 def test_threads_have_tables_of_their_own(tmp_path: Path) -> None:

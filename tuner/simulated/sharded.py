@@ -104,7 +104,8 @@ def of_script(experiment: Experiment) -> list[DistributedStrategy]:
     if not configs.sharding_degree:
         degrees += [degree for degree in range(2, trainers) if trainers % degree == 0]
     within = experiment.cluster.trainers_per_node
-    within_node = [within] if not configs.sharding_degree and 1 < within < trainers and experiment.cluster.is_even else []
+    is_spread = not configs.sharding_degree and 1 < within < trainers <= _MOST_BY_EVENTS and experiment.cluster.is_even
+    within_node = [within] if is_spread else []
     found = [
         own.replace(sharding_configs=dataclasses.replace(configs, sharding_degree=degree, reshard_after_forward=again))
         for degree in degrees

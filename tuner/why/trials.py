@@ -14,6 +14,8 @@ from tuner.why.causes import Tried
 _PAIRS, _MOST_PAIRS = 6, 12
 """Number of pairs, and the number if six do not tell whether the remedy helps."""
 _LEAST_PAIRS = 4
+_CONFIDENCE = 0.95
+"""Confidence of the interval at each of at most two looks, so that both hold in 90 % of trials."""
 _LEG_S, _LEAST_STEPS, _MOST_STEPS = 0.7, 8, 200
 _WARMUP = 3
 """Number of warm-up steps per leg. DDP arranges its buckets after the first one."""
@@ -27,7 +29,8 @@ def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: floa
     """
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(_LEG_S / step_s)))
     found: list[tuple[float, float]] = []
-    while len(found) < _PAIRS or (len(found) < _MOST_PAIRS and not _is_clear(found)):
+    is_open = False
+    while len(found) < (_MOST_PAIRS if is_open else _PAIRS):
         began = time.monotonic()
         order = (DdpChange(), change) if len(found) % 2 == 0 else (change, DdpChange())
         legs = {}
@@ -37,6 +40,8 @@ def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: floa
                 return _tried(found)
             legs[one] = statistics.fmean(part["step_s"] for part in parts)
         found.append((legs[DdpChange()], legs[change]))
+        if len(found) == _PAIRS:
+            is_open = not _is_clear(found)
         if 2 * time.monotonic() - began > deadline_s:  # another pair would exceed it
             break
     return _tried(found)
@@ -52,6 +57,6 @@ def _tried(found: list[tuple[float, float]]) -> Tried | None:
     if len(found) < _LEAST_PAIRS:
         return None
     today, other = zip(*found, strict=True)
-    speedup, today_s = paired_speedup(today, other), statistics.geometric_mean(today)
+    speedup, today_s = paired_speedup(today, other, _CONFIDENCE), statistics.geometric_mean(today)
     ends = (today_s / speedup.mean, today_s / speedup.high, today_s / speedup.low)
     return Tried(today_s=today_s, other_s=ends[0], low_s=ends[1], high_s=ends[2], pairs=len(found))
