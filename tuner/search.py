@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import optuna
@@ -278,7 +278,7 @@ def _proposed(
     out: Path,
 ) -> Search:
     """Simulate the arms and Optuna's proposals until the study has ``tune.trials`` complete trials."""
-    wanted, known, refused = experiment.tune.trials, dict[str, float](), dict[str, ConfigError]()
+    wanted, results = experiment.tune.trials, _Results(step_s)
 
     def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
         arm = trial.user_attrs.get("arm")
@@ -296,30 +296,50 @@ def _proposed(
             raise optuna.TrialPruned from None
         key = same.key(strategy)
         trial.set_user_attr("key", key)
-        if key not in known and key not in refused:
-            try:
-                known[key] = step_s(strategy)
-            except ConfigError as error:
-                if arm is not None:
-                    raise
-                refused[key] = error
-        if key in refused:
+        if (seconds := results.seconds(key, strategy, is_arm=arm is not None)) is None:
             raise optuna.TrialPruned
-        return known[key]
+        return seconds
 
     with open_study(experiment, out) as study:
         while True:
             complete = trials(study, TrialState.COMPLETE)
-            known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
+            results.known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
             if len(complete) >= wanted or len(trials(study, TrialState.PRUNED)) >= _MOST_PRUNED * wanted:
                 break
             progress(len(complete), wanted)
             _enqueue_arm(study, space, arms, complete)
             run_trial(study, experiment.run.seed, objective)
     keyed = [(trial, trial.user_attrs["key"]) for trial in complete]
-    tried = tuple(Tried(strategy_of(trial), known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
-    many = "a strategy" if len(refused) == 1 else f"{len(refused)} strategies"
-    return Search(tried, tuple(left_out(many, "cannot be simulated", error) for error in [*refused.values()][:1]))
+    tried = tuple(Tried(strategy_of(trial), results.known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
+    return Search(tried, results.notes())
+
+
+@dataclass(slots=True)
+class _Results:
+    """Simulated seconds per step of an Optuna search, and what could not be simulated."""
+
+    step_s: StepS
+    """Function that simulates a strategy."""
+    known: dict[str, float] = field(default_factory=dict)
+    """Seconds per step, by key."""
+    refused: dict[str, ConfigError] = field(default_factory=dict)
+    """Error of each strategy that cannot be simulated, by key."""
+
+    def seconds(self, key: str, strategy: DistributedStrategy, *, is_arm: bool) -> float | None:
+        """Simulate a strategy once; None if it cannot be simulated. Raises that error for an arm."""
+        if key not in self.known and key not in self.refused:
+            try:
+                self.known[key] = self.step_s(strategy)
+            except ConfigError as error:
+                if is_arm:
+                    raise
+                self.refused[key] = error
+        return self.known.get(key)
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return a note about what could not be simulated, with the first error; none if nothing was refused."""
+        many = f"{len(self.refused)} of Optuna's proposals"
+        return tuple(left_out(many, "cannot be simulated", error) for error in [*self.refused.values()][:1])
 
 
 def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:

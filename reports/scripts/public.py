@@ -46,7 +46,7 @@ WAYS = {
     "alone": ([], 100),
     "why": (["fleetbench", "why", "--seconds", "10", "--"], 300),
     "profile": (["fleetbench", "profile", "--seconds", "3", "--"], 300),
-    "tune": (["fleetbench", "tune", "--set", "tune.budget_minutes=4", "--set", "tune.pairs=2", "--set", "tune.leg_steps=20", "--"], 420),
+    "tune": (["fleetbench", "tune", "--set", "tune.budget_minutes=6", "--"], 480),
 }
 
 

@@ -34,7 +34,7 @@ from scipy.stats import norm, qmc
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.plan.fusion import fuse
+from fleetbench.plan.fusion import Cost, fuse
 from fleetbench.profile import table_for
 from fleetbench.store import commit, machine
 from fleetbench.strategy import DistributedStrategy

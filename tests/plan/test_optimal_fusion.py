@@ -158,15 +158,11 @@ def test_no_size_of_buckets_ends_earlier_by_more_than_two_per_cent(seed: int) ->
     """Of up to 40 gradients, at latencies, rates and disturbances over two decades: of 25 sizes, one bucket, and one for each."""
     draw = random.Random(seed)  # noqa: S311  # test cases, no secret
     ready = list(accumulate(draw.randint(10, 1_000) for _ in range(draw.randint(5, 40))))
-    gradients = [
-        Gradient(name=str(index), numel=draw.choice([1, 10, 100, 1_000]), ready=Nanoseconds(at)) for index, at in enumerate(ready)
-    ]
+    gradients = [Gradient(name=str(index), numel=draw.choice([1, 10, 100, 1_000]), ready=Nanoseconds(at)) for index, at in enumerate(ready)]
     for latency_ns, ns_per_byte in ((10.0, 0.1), (10.0, 1.0), (300.0, 0.1), (300.0, 1.0)):
         case = (ready, [gradient.numel for gradient in gradients], latency_ns, 4 * ns_per_byte)
         for start_ns, slowdown in ((0.0, 0.2), (0.0, 1.0), (100.0, 0.0), (100.0, 0.5), (1_000.0, 2.0)):
-            cost = Cost(
-                latency_ns=latency_ns, ns_per_byte=ns_per_byte, start_ns=start_ns, compute_slowdown=slowdown, own_slowdown=slowdown
-            )
+            cost = Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte, start_ns=start_ns, compute_slowdown=slowdown, own_slowdown=slowdown)
 
             def ends(strategy: DistributedStrategy, case: Any = case, cost: Cost = cost) -> float:
                 buckets = fuse(gradients, strategy, cost)
