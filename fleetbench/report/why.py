@@ -111,7 +111,7 @@ def gain_of(cause: Cause, found: Explanation) -> str:
         return f"tried here: {cause.tried}{'' if cause.tried.helps else ': no gain is sure'}"
     if cause.simulated_s is not None:
         changes = f" Training changes: {cause.trains_differently}." if cause.trains_differently else ""
-        without = "simulated" if cause.remedy else "simulated without it"
+        without = "simulated" if cause.remedy and not cause.is_bound else "simulated without it"
         return f"{without}: {milliseconds(found.shares.step_s)} -> {milliseconds(cause.simulated_s)} ms.{changes}"
     return "neither simulated nor tried here" if cause.remedy else ""
 
@@ -124,7 +124,7 @@ def conclusion_of(found: Explanation) -> str:
             return f"nothing is wrong: {can}"
         first = next((cause for cause in found.causes if cause.simulated_s is not None), None)
         without = "" if first is None else f"; without {first.name} it would take {milliseconds(first.simulated_s)} ms"
-        return f"no setting is known that makes a step shorter{can and f': {can}'}{without}"
+        return f"fleetbench knows no setting that would shorten this step{can and f': {can}'}{without}"
     both = "" if found.all_s is None else f"all of it: {milliseconds(found.shares.step_s)} -> {milliseconds(found.all_s)} ms. "
     is_many = sum(bool(cause.remedy) for cause in found.causes) > 1
     return f"{both if is_many else ''}fleetbench tune -- COMMAND tries and proves what a setting can change"

@@ -83,6 +83,8 @@ class RankLog:
     """Backend of the rank's process group."""
     threads: int
     """Number of threads that torch uses for one operation."""
+    sets_threads: bool
+    """Whether the script sets this number by itself, since it is not that of OMP_NUM_THREADS."""
     cores: int
     """Number of cores that the rank's process may use."""
     cpu_cores: float

@@ -193,6 +193,8 @@ class Observer:
             device=self._living.device_type,
             backend=self._backend,
             threads=torch.get_num_threads(),
+            sets_threads=os.environ.get("OMP_NUM_THREADS", "").isdecimal()
+            and int(os.environ["OMP_NUM_THREADS"]) != torch.get_num_threads(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             cpu_cores=(_cpu_s() - cpu_s) / (time.perf_counter() - begin_s),
             step_ends_ns=tuple(ends[:-1]),

@@ -32,7 +32,7 @@ FAULTS = {
     "unused": ("--fault unused", (0, 0), MANY, "the search for unused parameters", "find_unused_parameters=False"),
     "buffers": ("--fault buffers --size {size}", (30, 60), SMALL, "buffers", "broadcast_buffers=False"),
     "checkpoint": ("--fault checkpoint --size {size}", (80, 200), SMALL, "periodic work", ""),
-    "threads": ("--threads 8", (0, 0), "--width 512", "threads", "OMP_NUM_THREADS=1"),
+    "threads": ("--threads 8", (0, 0), "--width 512", "threads", "torch.set_num_threads(1)"),
     "buckets": ("--bucket-mb 100", (0, 0), "--width 512 --batch 1536", "the buckets", "bucket_cap_mb"),
     "slow_link": ("", (0, 0), OVER_LINKS, "the network", ""),
     "wrong_interface": ("", (0, 0), OVER_LINKS, "the network", "GLOO_SOCKET_IFNAME=fast"),

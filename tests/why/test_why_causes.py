@@ -11,6 +11,7 @@ from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.why.interfaces import Host, Interface
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links
 from fleetbench.why.observed import Loader, Model, RankLog, Readiness
+from fleetbench.why.shares import Share
 from fleetbench.why.steps import shares_of
 from tuner.why.causes import Cause, Seen, Tried, causes_of, ranked
 from tuner.why.simulated import Simulated, simulated_of
@@ -31,6 +32,8 @@ def seen(
     batches: tuple[int, int] = (64, 64),
     stall: tuple[str, float, int] = ("loop", 0.0, 1),
     threads: int = 2,
+    sets_threads: bool = False,
+    backwards: int = 1,
     cpu_cores: float = 0.4,
     model: Model | None = None,
 ) -> Seen:
@@ -52,9 +55,11 @@ def seen(
             does(rank, "forward", 10.0 + (more if slow == "forward" else 0.0))
             if step % stall[2] == 0 and rank == 0:
                 does(rank, stall[0], stall[1])
-        done = max(now) + 20.0 + exposed_ms
+        for _ in range(backwards):
+            done = max(now) + 20.0 + exposed_ms
+            for rank in (0, 1):
+                does(rank, "backward", done - now[rank], now[rank] + 20.0)
         for rank in (0, 1):
-            does(rank, "backward", done - now[rank], now[rank] + 20.0)
             does(rank, "optimizer", 2.0)
             ends[rank].append(round(now[rank] * MS))
     own = model or Model(
@@ -70,6 +75,7 @@ def seen(
             device="cpu",
             backend="gloo",
             threads=threads,
+            sets_threads=sets_threads,
             cores=4,
             cpu_cores=cpu_cores,
             step_ends_ns=tuple(ends[rank]),
@@ -139,6 +145,36 @@ def test_what_is_planted_is_named(planted: dict[str, object], name: str, said: s
     assert remedy in found.remedy
 
 
+def test_accumulation_without_no_sync_is_named() -> None:
+    """Four backwards a step expose 10 ms each, of which three go with ``no_sync``; one backward is no accumulation."""
+    found = seen(backwards=4, exposed_ms=10.0)
+    cause = next(cause for cause in causes_of(found) if cause.name == "an exchange in each backward")
+    assert "each of the 4 backwards of a step exchanges 4.00 MB of gradients" in cause.what
+    assert "no_sync" in cause.remedy
+    assert cause.simulated_s == pytest.approx(found.shares.step_s - 0.030, abs=1e-4)
+    assert "in each of 4 backwards" in next(cause for cause in causes_of(found) if cause.name == "the network").what
+    assert all(cause.name != "an exchange in each backward" for cause in causes_of(seen(exposed_ms=10.0)))
+
+
+def test_what_is_taken_from_a_large_batch_goes_to_the_others() -> None:
+    """Of two ranks half of the wait is regained, of the wait for a rank that is slow by itself all of it."""
+    uneven, slow = first(seen(slow_ms=15.0, batches=(64, 128))), first(seen(slow_ms=15.0))
+    assert (uneven.regained, slow.regained) == (0.5, 1.0)
+
+
+def test_a_number_of_threads_that_the_script_sets_is_changed_in_the_script() -> None:
+    """A variable would not help there."""
+    remedies = [causes_of(seen(threads=8, sets_threads=one))[-1].remedy for one in (True, False)]
+    assert remedies == ["torch.set_num_threads(2)", "OMP_NUM_THREADS=2"]
+
+
+def test_a_small_cause_without_a_remedy_has_no_number() -> None:
+    """3 % of a step that nobody can change is a part of it, and no more; 3 % with a remedy is a cause."""
+    share = Share(kind="gradients", seconds=0.003)
+    small, typed = Cause(name="the network", what="", shares=(share,)), Cause(name="buffers", what="", shares=(share,), remedy="type this")
+    assert ranked([small, typed], 0.1) == [typed]
+
+
 def test_without_a_fault_the_network_alone_is_named() -> None:
     """What each training has is no cause: its batches, its update, its loss."""
     assert [cause.name for cause in causes_of(seen())] == ["the network"]
@@ -173,8 +209,8 @@ def test_a_proved_remedy_comes_before_as_large_a_gain_without_one() -> None:
     """Of a step of 40 ms: threads gain 10 as tried; without a network 12 would go, of which nobody says how; a slow rank takes 22."""
     tried = Tried(today_s=0.040, other_s=0.030, low_s=0.029, high_s=0.031, pairs=6)
     threads = Cause(name="threads", what="", shares=(), remedy="OMP_NUM_THREADS=1", tried=tried)
-    network = Cause(name="the network", what="", shares=(), simulated_s=0.028)
-    slow = Cause(name="a slow rank", what="", shares=(), simulated_s=0.018)
+    network = Cause(name="the network", what="", shares=(Share(kind="gradients", seconds=0.012),), simulated_s=0.028)
+    slow = Cause(name="a slow rank", what="", shares=(Share(kind="forward", seconds=0.022, rank=1),), simulated_s=0.018)
     assert [cause.name for cause in ranked([network, threads, slow], 0.040)] == ["a slow rank", "threads", "the network"]
 
 

@@ -54,6 +54,7 @@ class Rank:
             device="cpu",
             backend="gloo",
             threads=1,
+            sets_threads=False,
             cores=2,
             cpu_cores=1.0,
             step_ends_ns=tuple(self.ends),

@@ -17,10 +17,12 @@ from fleetbench.why.nccl_log import Transports
 from fleetbench.why.nccl_log import remarks as remarks_of_log
 from fleetbench.why.observed import Model, RankLog, Readiness
 from fleetbench.why.shares import COMPUTE, Kind, Share, Shares, total_s
-from fleetbench.why.steps import spans_of
+from fleetbench.why.steps import spans_of, steps_of
 
 NETWORK, SLOW = "the network", "a slow rank"
 """Names of the causes for a slow network and for a slow rank."""
+_LEAST_WITHOUT_REMEDY = 0.05
+"""Smallest share of a step that is a cause if no remedy is known."""
 LEAST_SHARE = 0.02
 """Smallest share of a step that is a cause."""
 _LEAST_INPUT = 0.05
@@ -89,6 +91,10 @@ class Cause:
     """Whether the remedy removes ``shares``. If not, ``change`` or ``interface`` define its effect."""
     trains_differently: str = ""
     """How the remedy changes training; empty if it does not."""
+    is_bound: bool = False
+    """Whether the simulated seconds are a bound: the remedy does the work less often, and does not remove it."""
+    regained: float = 1.0
+    """Part of ``shares`` that the remedy regains."""
     interface: float | None = None
     """Factor by which another network interface makes the link faster; None if no faster one is known."""
     simulated_s: float | None = None
@@ -100,6 +106,11 @@ class Cause:
     def seconds(self) -> float:
         """Seconds per step of ``shares``."""
         return total_s(self.shares)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the simulator knows what a step without the cause is, beside other remedies."""
+        return self.regained == 1.0 and (self.spares or self.interface is not None or self.change is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,17 +141,18 @@ class Seen:
 
 def causes_of(seen: Seen) -> list[Cause]:
     """Return causes that take at least 2 % of a step, and settings whose full cost no share shows."""
-    found = [*_ranks(seen), *_network(seen), *_regathers(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
+    found = [*_ranks(seen), *_network(seen), *_accumulation(seen), *_regathers(seen), *_buffers(seen), *_seldom(seen), *_loop(seen)]
     least = LEAST_SHARE * seen.shares.step_s
     return [cause for cause in found if cause.seconds >= least] + [*_unused(seen), *_threads(seen)]
 
 
 def ranked(causes: Sequence[Cause], step_s: float) -> list[Cause]:
-    """Return the causes of a step of ``step_s`` seconds, the largest gain first.
+    """Return the causes of a step of ``step_s`` seconds, largest gain first, without small ones that have no remedy.
 
-    A gain without a remedy counts half, because it is only a bound: no network takes no time.
+    A gain without a remedy counts half, because it is a bound: no network takes no time.
     """
-    return sorted(causes, key=lambda cause: (-gain_s(cause, step_s) * (1.0 if cause.remedy else 0.5), -cause.seconds))
+    kept = [cause for cause in causes if cause.remedy or cause.seconds >= _LEAST_WITHOUT_REMEDY * step_s]
+    return sorted(kept, key=lambda cause: (-gain_s(cause, step_s) * (1.0 if cause.remedy else 0.5), -cause.seconds))
 
 
 def gain_s(cause: Cause, step_s: float) -> float:
@@ -195,7 +207,8 @@ def _slow_rank(seen: Seen, rank: int, waits: tuple[Share, ...]) -> Cause:
     if kind in (*COMPUTE, "loop") and ratio > _UNEVEN:
         what += f"; its batches are {ratio:.2g} times as large"
         remedy = "give each rank as many samples: DistributedSampler does"
-        return Cause(name="uneven batches", what=what, shares=waits, remedy=remedy)
+        regained = 1 - 1 / len(seen.logs)  # what is taken from this rank goes to all
+        return Cause(name="uneven batches", what=what, shares=waits, remedy=remedy, regained=regained)
     elsewhere = f"look at {log.host}: other programs, clocks, temperature" if len(seen.logs) > seen.local_ranks else ""
     remedy = _more_workers(seen, rank) if kind == "input" else elsewhere
     return Cause(name=SLOW, what=what + _mostly(_line(log, kind)), shares=waits, remedy=remedy)
@@ -225,9 +238,10 @@ def _more_workers(seen: Seen, rank: int) -> str:
 def _network(seen: Seen) -> Iterator[Cause]:
     if len(seen.logs) == 1:
         return
-    own_s, num, model = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model
+    own_s, num, model, backwards = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model, _backwards(seen)
     units = counted(num, "unit" if model.gathered_nbytes else "bucket")
-    told = [f"{size(model.nbytes)} of gradients in {units}, of which the backward does not hide {milliseconds(own_s)} ms"]
+    often = f" in each of {backwards} backwards" if backwards > 1 else ""
+    told = [f"{size(model.nbytes)} of gradients in {units}{often}, of which the backward does not hide {milliseconds(own_s)} ms"]
     if model.gathered_nbytes:
         told[0] += f", and {size(model.gathered_nbytes)} of parameters, which are gathered for {milliseconds(seen.shares.of('gathers'))} ms"
     remarks, faster = list[Remark](), None
@@ -246,6 +260,27 @@ def _network(seen: Seen) -> Iterator[Cause]:
         spares=False,
         interface=faster[1] if faster else None,
     )
+
+
+def _backwards(seen: Seen) -> int:
+    """Return the median number of backwards per step in which DDP exchanges gradients."""
+    if seen.model.gathered_nbytes or seen.logs[0].num_models > 1:
+        return 1
+    return round(statistics.median(sum(one.kind == "gradients" for one in step[0].meetings) for step in steps_of(seen.logs)))
+
+
+def _accumulation(seen: Seen) -> Iterator[Cause]:
+    """Yield exchanges of accumulated gradients, of which only the last of a step is needed."""
+    num, shares = _backwards(seen), seen.shares.part("gradients")
+    if num > 1:
+        yield Cause(
+            name="an exchange in each backward",
+            what=f"each of the {num} backwards of a step exchanges {size(seen.model.nbytes)} of gradients, and only the last needs to",
+            shares=shares,
+            remedy="with model.no_sync(): around the forwards and backwards of a step, except the last",
+            spares=False,
+            simulated_s=seen.shares.step_s - (1 - 1 / num) * total_s(shares),
+        )
 
 
 def _buffers(seen: Seen) -> Iterator[Cause]:
@@ -306,7 +341,7 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
             "evaluate": "evaluate less often, or on fewer batches",
             "input": "DataLoader(..., persistent_workers=True)",
         }.get(kind, "do it less often")
-        yield Cause(name="periodic work", what=what, shares=shares, remedy=remedy)
+        yield Cause(name="periodic work", what=what, shares=shares, remedy=remedy, is_bound=kind != "input")
 
 
 def _loop(seen: Seen) -> Iterator[Cause]:
@@ -321,7 +356,7 @@ def _loop(seen: Seen) -> Iterator[Cause]:
     line = _line(seen.logs[0], "collective")
     what = f"its calls of torch.distributed take {milliseconds(total_s(calls))} ms per step{_mostly(line)}"
     remedy = "" if " of " in line else "average it over steps, or exchange it seldom"  # " of " marks a library's line
-    yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy)
+    yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy, is_bound=True)
 
 
 def _threads(seen: Seen) -> Iterator[Cause]:
@@ -339,7 +374,8 @@ def _threads(seen: Seen) -> Iterator[Cause]:
         what = f"{counted(ranks, 'rank')} with {counted(log.threads, 'thread')} each leave most of {log.cores} cores idle"
     else:
         return
-    remedy = f"DistributedStrategy(..., thread_num={fair})" if log.wrapper == "fleet" else f"OMP_NUM_THREADS={fair}"
+    remedy = f"torch.set_num_threads({fair})" if log.sets_threads else f"OMP_NUM_THREADS={fair}"
+    remedy = f"DistributedStrategy(..., thread_num={fair})" if log.wrapper == "fleet" else remedy
     yield Cause(name="threads", what=what, shares=(), remedy=remedy, change=DdpChange(threads=fair), spares=False)
 
 

@@ -26,7 +26,7 @@ from tuner.pytorch import in_words_of
 from tuner.why.causes import LEAST_SHARE, NETWORK, Cause, Seen, causes_of, gain_s, ranked
 from tuner.why.explanation import Explanation
 from tuner.why.from_traces import causes_of_traces
-from tuner.why.simulated import Additive, Simulated, simulated_of
+from tuner.why.simulated import LARGEST_ERROR, Additive, Simulated, simulated_of
 from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
@@ -93,7 +93,7 @@ def explain(
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
         simulated = simulated_of(seen) if traced is None else None
         if simulated is None and seen.alone is not None:
-            notes.append("no remedy is simulated: the step as it is comes out wrong")
+            notes.append(f"no remedy is simulated: the simulator misses the time of this step by more than {100 * LARGEST_ERROR:.0f} %")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
         causes = [replace(c, remedy=in_words_of(logs[0].wrapper, c.remedy)) for c in _network(causes, seen, simulated)]
@@ -119,14 +119,15 @@ def explain(
 def _all_s(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> float | None:
     """Return the seconds per step with all remedies that do not change training; None if none of them gains.
 
-    Simulated remedies are simulated together; those that were only tried add their measured gains.
+    Remedies that the simulator knows are simulated together; the gains of all others are multiplied.
     """
-    helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and gain_s(cause, seen.shares.step_s) > 0]
-    together = [cause for cause in helpful if cause.simulated_s is not None]
-    alone = [1 - gain_s(cause, seen.shares.step_s) / seen.shares.step_s for cause in helpful if cause.simulated_s is None]
+    step_s = seen.shares.step_s
+    helpful = [cause for cause in causes if cause.remedy and not cause.trains_differently and gain_s(cause, step_s) > 0]
+    together = [cause for cause in helpful if cause.simulated_s is not None and cause.is_simulated]
+    alone = [1 - gain_s(cause, step_s) / step_s for cause in helpful if cause not in together]
     if not helpful:
         return None
-    return math.prod(alone) * (seen.shares.step_s if simulated is None or not together else simulated.step_s(together))
+    return math.prod(alone) * (step_s if simulated is None or not together else simulated.step_s(together))
 
 
 def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
@@ -185,7 +186,7 @@ def _simulate(cause: Cause, seen: Seen, simulated: Simulated | Additive | None) 
     """Return the cause with ``simulated_s``, and without a remedy that neither gains nor can be tried."""
     if simulated is None or not (cause.spares or cause.interface is not None):
         return cause
-    after_s = simulated.step_s([cause])
+    after_s = seen.shares.step_s - cause.regained * (seen.shares.step_s - simulated.step_s([cause]))
     gains = after_s < (1 - _GAIN) * seen.shares.step_s
     return replace(cause, simulated_s=after_s, remedy=cause.remedy if gains or cause.change is not None else "")
 
