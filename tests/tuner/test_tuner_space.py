@@ -219,10 +219,10 @@ def test_buckets_by_cost_have_the_key_and_the_sizes_of_what_is_simulated(apart_n
     """Where starting a bucket takes compute and exchange slows it, also if the experiment's own strategy fuses by size."""
     layers = [([100_000], [apart_ns * (24 - number)], 1, apart_ns) for number in range(24)]
     disturbs = {"host_per_collective": 400_000, "contention": 0.5, "collective_contention": 0.5}
-    fused = {"fuse_all_reduce_ops": True, "fusion": "ddp"}
+    fused, alone = {"fuse_all_reduce_ops": True, "fusion": "ddp"}, {"fuse_all_reduce_ops": False, "fusion": "fleet"}
     case = with_profile(*profiled(layers, disturbs, inter=link(1_000, 50_000), strategy=fused))
     same = Equivalence(case)
-    found = [case.strategy.replace(**one) for one in ({"fusion": "optimal"}, {"fusion": "merged_gradient"}, {"fuse_all_reduce_ops": False})]
+    found = [case.strategy.replace(**one) for one in ({"fusion": "optimal"}, {"fusion": "merged_gradient"}, alone)]
     plans = [simulate(case.replace(strategy=one)).plan.buckets for one in found]
     for one, buckets in zip(found, plans, strict=True):
         assert bucket_sizes_mb(case, one) == tuple(bucket.nbytes / MIB for bucket in buckets)
