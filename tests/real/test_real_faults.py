@@ -138,6 +138,7 @@ def test_with_the_faults_off_the_same_script_ends_well(tmp_path: Path) -> None:
             faults.happened(fault, mark)
 
 
+@pytest.mark.alone
 def test_a_worker_of_a_session_killed_while_it_starts_is_named() -> None:
     """SIGKILL as soon as the process is there: the session does not wait for its rank to join."""
     happened: list[int] = []
