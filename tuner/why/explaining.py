@@ -140,7 +140,7 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
 
 
 def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
-    """Return rank 0's compute in steps without an exchange, with all ranks' unused parameters.
+    """Return a typical rank's compute in steps without an exchange, with all ranks' unused parameters.
 
     Return None if the script ends, if nothing was observed, or if compute takes more than 1.1 of a step.
     """
@@ -153,10 +153,11 @@ def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Re
         )
         return None
     found = [decode(part["alone"], Readiness, "alone") for part in parts]
-    if (found[0].forward_ns + found[0].backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
+    typical = sorted(found, key=lambda own: own.forward_ns + own.backward_ns)[(len(found) - 1) // 2]  # not a slow rank
+    if (typical.forward_ns + typical.backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
         notes.append("steps without an exchange took longer than steps with one, probably beside other programs: nothing is simulated")
         return None
-    return replace(found[0], unused=tuple(sorted({name for each in found for name in each.unused})))
+    return replace(typical, unused=tuple(sorted({name for each in found for name in each.unused})))
 
 
 def _traced(job: LookedAt) -> TraceShares | None:
