@@ -124,6 +124,14 @@ def test_a_script_of_ddp_is_not_sharded_by_launch() -> None:
     assert "fleetbench launch --strategy" in page_of(STAGE_3.replace(bf16_allreduce=True), STAGE_3, "USE it: 1.2x")
 
 
+def test_what_fleetbench_does_itself_and_what_is_left_to_the_script() -> None:
+    """A learning rate that fleetbench scales is not to be scaled twice; local steps need a call before evaluation. Buckets need neither."""
+    local = OWN.replace(localsgd=True, localsgd_configs={"k_steps": 4})
+    pages = [page_of(one, OWN, "USE it: 1.2x") for one in (local.replace(lr_scale=4.0), local, PLAIN["a wire"])]
+    assert ["each update takes 4 times the optimizer's learning rate" in page for page in pages] == [True, False, False]
+    assert ["fleet.synchronize()" in page for page in pages] == [True, True, False]
+
+
 def test_what_is_printed_for_libraries_is_python() -> None:
     """One call each, whose arguments have the names of their documentation; compression is none of Trainer's."""
     page = page_of(PLAIN["a wire"].replace(gradient_merge=True, gradient_merge_configs={"k_steps": 4}), OWN, "USE it: 1.2x")
