@@ -70,6 +70,7 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
         assert arm.name in text
     for phrase in (
         "[1.200, 1.300]",
+        "candidate 1 localsgd = true, localsgd_configs.k_steps = 4",
         "misses the target",
         "use_hierarchical_allreduce is not taken: not executed yet",
         "Left out",
@@ -78,7 +79,8 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
         "Without workload.target_loss nothing prices what more local steps cost",
         'strategy = DistributedStrategy.load("recommended.toml")',
         "optimizer = fleet.distributed_optimizer(optimizer)",
-        "3 simulated trials",
+        "3 strategies simulated",
+        "repeated confidence interval of a group-sequential t test",
         "torch 2.",
     ):
         assert phrase in text, phrase
