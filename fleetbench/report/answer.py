@@ -70,7 +70,10 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
     used, best = found.verdict == "USE", best_of(found)
     tried = "" if best is None else in_words(best.strategy, found.arms[0].strategy)
     verdict = found.verdict if used or not found.undecided else "UNDECIDED"
-    why = [*_factors(found), *_shares(splits, found), *([_meets(found.strategy)] if found.strategy.is_local else [])]
+    figures = () if best is None else tuple(_figures(found, best))
+    gains = [figure.gain.partition(" ")[0] for figure in figures]
+    factors = f"{gains[0]} is {gains[1]} in steps times {gains[2]} in time per step" if len(gains) > 1 and gains[0] else ""
+    why = filter(None, [factors, *_shares(splits, found), _meets(found.strategy) if found.strategy.is_local else ""])
     lines = [("why", "; ".join(why) if used else found.reason), ("note", found.caveat or "")]
     if used:
         local = "; call fleet.synchronize() before evaluation and saving" if found.strategy.is_local else ""
@@ -84,7 +87,7 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
         verdict=verdict,
         what=f"{'keep the default; ' if verdict == 'UNDECIDED' else ''}tried: {tried}" if tried and not used else tried,
         column="recommended" if used else "tried",
-        figures=() if best is None else tuple(_figures(found, best)),
+        figures=figures,
         lines=tuple((heading, text) for heading, text in lines if text),
         seeds=() if best is None else tuple(_seeds(found, best, first_seed)),
         not_chosen=tuple(_not_chosen(found)),
@@ -221,13 +224,6 @@ def _gain(mean: float, low: float | None, high: float | None) -> str:
 
 def _ms(value_s: float) -> str:
     return f"{units.milliseconds(value_s)} ms"
-
-
-def _factors(found: Recommendation) -> Iterator[str]:
-    """Yield the gain to the target as a product of its two factors."""
-    if found.to_target is not None and found.speedup is not None:
-        fewer = found.to_target / found.speedup
-        yield f"{found.to_target:.2f}x is {fewer:.2f}x in steps times {found.speedup:.2f}x in time per step"
 
 
 def _shares(splits: pd.DataFrame, found: Recommendation) -> Iterator[str]:

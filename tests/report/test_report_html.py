@@ -70,7 +70,6 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
         assert arm.name in text
     for phrase in (
         "[1.200, 1.300]",
-        "candidate 1 localsgd = true, localsgd_configs.k_steps = 4",
         "misses the target",
         "use_hierarchical_allreduce is not taken: not executed yet",
         "Left out",
