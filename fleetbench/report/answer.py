@@ -227,11 +227,11 @@ def _ms(value_s: float) -> str:
 
 
 def _shares(splits: pd.DataFrame, found: Recommendation) -> Iterator[str]:
-    """Yield a phrase for each of the default's waits that takes enough of a step."""
+    """Yield a phrase for each of the default's waits that takes enough of a step, with the finalist's share."""
     rows = [splits.loc[row] / splits.loc[row].sum() for row in ("default, real", f"{found.finalist}, real") if row in splits.index]
     for part, what in (("exposed communication", "communication that no compute hides"), ("wait", "waiting for the slowest trainer")):
         if len(rows) == 2 and rows[0][part] >= _LEAST_SHARE:
-            yield f"{what} is {100 * rows[0][part]:.0f} % of a step today, {100 * rows[1][part]:.0f} % recommended"
+            yield f"{what} is {100 * rows[0][part]:.0f} % of today's step, and {100 * rows[1][part]:.0f} % of the recommended one"
 
 
 def _meets(strategy: DistributedStrategy) -> str:

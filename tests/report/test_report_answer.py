@@ -36,6 +36,7 @@ def to_target(found: Recommendation) -> Recommendation:
         strategy=DILOCO,
         simulated_s=0.0084,
         measured_s=(0.008, 0.0088),
+        measured_runs=("fused",),
         ratio=0.8,
         target=TargetCheck(reached=True, updates=(36.0, 35.0, 40.0, None, 37.0), time_s=0.34),
     )
@@ -44,7 +45,10 @@ def to_target(found: Recommendation) -> Recommendation:
 
 
 def test_the_verdict_is_first_and_every_figure_says_what_it_rests_on(tuned: Path, recommendation: Recommendation) -> None:
-    """By hand: 1.25 times as fast than the geometric mean of 10 and 12 ms; means of 4 seeds, times a step; 5.5 is 4.4 x 1.25."""
+    """By hand: 1.25 times as fast than the geometric mean of 10 and 12 ms; means of 4 seeds, times a step; 5.5 is 4.4 x 1.25.
+
+    Steps of 8, 10, 10 and 12 ms, and of 7 and 9 ms, in all of which 1.5 ms are exchanges after the backward.
+    """
     lines = said(to_target(recommendation), tuned).splitlines()
     assert lines[0] == "USE  DiLoCo, K = 4 and an outer optimizer at 2 times the learning rate"
     assert [re.split(r"\s{2,}", line.strip()) for line in lines[2:6]] == [
@@ -55,7 +59,8 @@ def test_the_verdict_is_first_and_every_figure_says_what_it_rests_on(tuned: Path
     ]
     text = " ".join(" ".join(lines[6:]).split())
     for phrase in (
-        "why 5.50x is 4.40x in steps times 1.25x in time per step; ",
+        "why 5.50x is 4.40x in steps times 1.25x in time per step; communication that no compute hides is 15 % of today's step",
+        " and 19 % of the recommended one; K = 4",
         "K = 4 exchanges once in 4 steps note lr_scale = 2 alone needs 2.1x fewer steps",
         f"use it {tuned / 'recommended.md'} says how, in plain PyTorch where it can; call fleet.synchronize() before evaluation",
         "noise the default's own legs differ by 13 %, the pairs by 2 %",
