@@ -31,13 +31,13 @@ def largest_geo_k(experiment: Experiment) -> int:
 
 def leg_steps_of(experiment: Experiment) -> int:
     """Return the number of counted steps in a leg: ``tune.leg_steps``, but at least a round of every searched K."""
-    own, tune, steps = Combination.of(experiment.strategy), experiment.tune, experiment.tune.leg_steps
+    own, tune = Combination.of(experiment.strategy), experiment.tune
     if experiment.strategy.mode == "ps":
-        return max(steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
+        return max(tune.leg_steps, min(OUTSIDE + largest_geo_k(experiment), experiment.workload.steps))
     longest = max(tune.local_steps, default=1) if experiment.workload.target_loss is not None else 1
     if experiment.run.launcher == "command" and tune.diloco and longest > 1:  # a script's outer optimizer has twice the largest
         longest *= 2
-    return max(steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
+    return max(tune.leg_steps, OUTSIDE + max(own.steps_per_round, own.steps_per_update * longest))
 
 
 def with_leg_steps(experiment: Experiment) -> Experiment:

@@ -177,10 +177,12 @@ def _compare(found: Finalists) -> str:
         arm = left[0]
         if compared and expected(state, arm) >= 1:
             break
-        near = (1 + state.experiment.tune.min_gain) * expected(state, arm)
-        if not compared and (alike := [other.name for other in left[1:] if expected(state, other) < near]):
-            chance = "the difference is less than tune.min_gain, and may be chance"
-            state.notes.append(left_out(", ".join(alike), f"stood back for {arm.name}", chance))
+        near = 1 + state.experiment.tune.min_gain
+        behind = {} if compared else {other.name: expected(state, other) / expected(state, arm) for other in left[1:]}
+        chance, few = "the difference is less than tune.min_gain, and may be chance", "too few seeds may run to prove their gain"
+        for why, low, high in ((chance, 1 / near, near), (few, 0.0, 1 / near)):
+            if names := [name for name, ratio in behind.items() if low <= ratio < high]:
+                state.notes.append(left_out(", ".join(names), f"stood back for {arm.name}", why))
         compared.append(arm.name)
         may_follow = state.asked and len({state.way(name)[:-1] for name in compared}) <= finalists
         if reaches := reaches_target(state, arm.name):
@@ -288,4 +290,6 @@ def _gains(found: Finalists) -> dict[str, Any]:
 def _with_runs(state: State, arm: Arm) -> Arm:
     runs = tuple(state.ledger.runs.get(arm.name, ()))
     void = tuple(run for run in runs if run in state.ledger.void)
-    return dataclasses.replace(arm, measured_runs=runs, void_runs=void, ratio=state.ratios.get(arm.name))
+    ratio = state.ratios.get(arm.name)
+    paid = None if ratio is None else expected(state, arm)
+    return dataclasses.replace(arm, measured_runs=runs, void_runs=void, ratio=ratio, expected=paid)

@@ -131,6 +131,8 @@ class Arm(Config):
     """Ratio of the arm's step time to the default's, from the legs that ranked it; None if it was not ranked."""
     target: TargetCheck | None = None
     """Runs to the target; None if there were none."""
+    expected: float | None = None
+    """Time over the default's that ranked the arm: ``ratio``, times that of updates to the target if known."""
     rejected: str | None = None
     """Reason why the arm cannot be recommended; None if it can."""
     peak_bytes: int | None = None
@@ -180,11 +182,15 @@ class Pair(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Config):
-    """A simulated strategy of the search."""
+    """A simulated strategy."""
 
     parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
+    way: str = ""
+    """Way of training, in words."""
+    arm: str | None = None
+    """Name of the arm, if the strategy ran for real."""
     simulated_s: float
-    """Simulated seconds per step."""
+    """Simulated seconds per step, in the search's window for all trials."""
 
     @classmethod
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +243,7 @@ class Recommendation(Annotated):
     arms: tuple[Arm, ...] = ()
     """Strategies that ran for real; the first is the default."""
     trials: tuple[Trial, ...] = ()
-    """Trials of the search, each different strategy once, the fastest first."""
+    """Every strategy that was simulated or ran for real, each different one once, the fastest first."""
     learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Results of the training runs of virtual trainers, by key; see ``tuner.learning.Reached``."""
     caveat: str | None = None

@@ -20,7 +20,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
 from tuner.notes import Note, left_out
-from tuner.recommendation import Trial
 from tuner.space import Equivalence, Space, learns_as, parameters_of, way_of, with_different_sizes
 from tuner.study import open_study, run_trial, trials
 
@@ -80,11 +79,9 @@ class Search:
         return next((tried for tried in self.tried if tried.arm == "advice"), None)
 
     @property
-    def trials(self) -> tuple[Trial, ...]:
-        """Trials for the record, each different strategy once, the fastest first."""
-        different = {tried.key: tried for tried in reversed(self.tried)}.values()
-        ordered = sorted(different, key=lambda tried: tried.simulated_s)
-        return tuple(Trial(parameters=parameters_of(tried.strategy), simulated_s=tried.simulated_s) for tried in ordered)
+    def different(self) -> tuple[Tried, ...]:
+        """Each different strategy once."""
+        return tuple({tried.key: tried for tried in reversed(self.tried)}.values())
 
     @property
     def ranked(self) -> tuple[Tried, ...]:
@@ -140,13 +137,13 @@ def search(
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
     fewer = with_different_sizes(space, same)
     found = _enumerated(experiment, fewer, arms, same, step_s, tell)
-    why = "they exclude each other's values, or are one of those to the simulator"
+    why = "they exclude each other's values, or are one of the others to the simulator"
     if found is None:
         found = _proposed(experiment, fewer, arms, same, step_s, tell, out)
-        why = "Optuna proposed those (tune.trials), because all are too many, or take more than tune.search_seconds"
+        why = "Optuna proposed the others (tune.trials), because all are too many, or take more than tune.search_seconds"
     tell(len(found.tried), len(found.tried))
-    number = sum(one.arm is None for one in found.tried)
-    left = left_out(f"all but {number:,} of {space.size:,} combinations", "are not simulated", why)
+    number = space.size - sum(one.arm is None or space.point_of(one.strategy) is not None for one in found.different)
+    left = left_out(f"{number:,} of {space.size:,} combinations", "are not simulated", why)
     return dataclasses.replace(found, notes=(*space.notes, *dict.fromkeys(found.notes), left))
 
 

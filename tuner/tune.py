@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
@@ -28,12 +28,12 @@ from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Cost, Note, Remark, left_out
 from tuner.pytorch import bucket_sizes_mb
 from tuner.real_runs import RealRuns, Runner
-from tuner.recommendation import Arm, Recommendation
+from tuner.recommendation import Arm, Recommendation, Trial
 from tuner.search import Search, StepS, search, search_listed
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated import sharded
 from tuner.simulated.candidates import shortened, step_time
-from tuner.space import search_space, way_of
+from tuner.space import name_of, parameters_of, search_space, way_of
 from tuner.study import Recorded
 from tuner.verify import Progress, verify
 from tuner.ways import Ways, over_seeds, price_ways
@@ -182,17 +182,28 @@ def _measured(
     stored = {strategy: save_run(run, folder.runs) for strategy, run in simulated.items()}
     with_runs = (dataclasses.replace(arm, simulated_run=_name(stored[arm.timed])) for arm in recommendation.arms)
     recommendation = dataclasses.replace(recommendation, arms=tuple(with_runs))
-    recommendation = dataclasses.replace(
-        recommendation,
-        trials=found.trials,
-        learnt=dict(ways.learnt),
-        caveat=ways.said_beside(recommendation.strategy),
-        told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
-    )
     for one in (*found.tried, *ways.others):  # strategies that differ only in learning rate share the simulated seconds
         step_s.values.setdefault(one.strategy, (one.simulated_s, 0.0))
+    recommendation = dataclasses.replace(
+        recommendation,
+        trials=_trials(found, ways, recommendation.arms, step_s),
+        learnt=dict(ways.learnt),
+        caveat=ways.said_beside(recommendation.strategy, [arm.strategy for arm in recommendation.arms if arm.target is not None]),
+        told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
+    )
     step_s.save(folder.path / "study.journal", experiment.name, lambda strategy: _of_trial(strategy, recommendation, ways))
     return recommendation, runs
+
+
+def _trials(found: Search, ways: Ways, arms: Sequence[Arm], step_s: Recorded) -> tuple[Trial, ...]:
+    """Return a trial of every strategy of the search, of every other way of training, and of every arm, the fastest first."""
+    names, own = {arm.strategy: arm.name for arm in arms}, found.default.strategy.lr_scale
+    strategies = dict.fromkeys([*(one.strategy for one in (*found.different, *ways.others)), *names])
+    seconds = {one: step_s.values[one if one in step_s.values else one.replace(lr_scale=own)][0] for one in strategies}
+    return tuple(
+        Trial(parameters=parameters_of(one), way=name_of(one), arm=names.get(one), simulated_s=seconds[one])
+        for one in sorted(strategies, key=lambda one: seconds[one])
+    )
 
 
 def _of_trial(strategy: DistributedStrategy, found: Recommendation, ways: Ways) -> dict[str, str | float | None]:

@@ -81,14 +81,18 @@ class Ways:
     in_vain: bool = False
     """Whether virtual trainers trained in vain: no way arrives, or the default or all others could not be trained."""
 
-    def said_beside(self, strategy: DistributedStrategy) -> str | None:
-        """Return the text that ends a verdict: the ``caveat``, and the gain from the learning rate alone, if any."""
+    def said_beside(self, strategy: DistributedStrategy, ran: Sequence[DistributedStrategy] = ()) -> str | None:
+        """Return the text that ends a verdict: the ``caveat``, and the effect of the learning rate alone, if any.
+
+        ``ran``: strategies that ran to the target for real.
+        """
         if self.rated is None or way_of(strategy) == way_of(self.rated):
             return self.caveat
         own, rated = (self.updates[way] for way in (self.own, way_of(self.rated)))
-        times = f"{self.default_steps / self.weight(self.rated):.2f}x" if any(own) else "the target"
-        steps = f"{_in_words(rated)} steps, the default {_in_words(own)}; virtual trainers, {counted(len(rated), 'seed')}"
-        return "; ".join(filter(None, (self.caveat, f"lr_scale = {self.rated.lr_scale:g} alone brings {times} ({steps})")))
+        does = f"needs {self.default_steps / self.weight(self.rated):.2f}x fewer steps" if any(own) else "reaches the target"
+        by = f"by virtual trainers ({counted(len(rated), 'seed')})"
+        unproved = "" if way_of(self.rated) in map(way_of, ran) else ", not run for real"
+        return "; ".join(filter(None, (self.caveat, f"lr_scale = {self.rated.lr_scale:g} alone {does}, {by}{unproved}")))
 
     def seconds(self, tried: Tried) -> float | None:
         """Return a strategy's simulated seconds to the target, or per step if no ways are known.

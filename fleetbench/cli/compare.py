@@ -29,7 +29,7 @@ _NAMES = {
     "compute": "  compute",
     "wait": "  wait",
     "exposed_comm": "  exposed comm",
-    "not_compute": "  these two",
+    "not_compute": "  their sum",
     "update": "  update",
     "other": "  other",
 }
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if others:
             emit_table(_table([a, b, *others]))
         emit(comparison.text())
-        emit(f"mean step time: {100 * comparison.step_difference:+.2f} %")
+        emit(f"mean step time, B over A: {100 * comparison.step_difference:+.2f} %")
         if fidelity is not None:
             _print_fidelity(fidelity)
     gate = arguments.fail_over
@@ -169,5 +169,5 @@ def _print_errors(errors: Figures) -> None:
     relative, wall_s = errors["step"]["relative"], errors["wall_s"]
     mean, p95, most = (units.percent(relative[name]) for name in ("mean_absolute", "p95", "max"))
     bias = units.percent(relative["bias"], sign=True)
-    emit(f"error of a step, as a share of it: bias {bias}, mean abs {mean}, p95 {p95}, max {most}")
+    emit(f"error of single steps, each as a share of its own real time: bias {bias}, mean abs {mean}, p95 {p95}, max {most}")
     emit(f"run time: {units.seconds(wall_s['predicted'])} simulated, {units.seconds(wall_s['true'])} real")

@@ -112,9 +112,8 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
     if arguments.verbose:
         emit("")
         emit_table(_arms_table(recommendation))
-        for arm in recommendation.arms:
-            if arm.rejected is not None:
-                emit(f"rejected: {arm.name}: {arm.rejected}")
+        for name, reason in report.tune.answer.not_chosen:
+            emit(textwrap.fill(f"not chosen: {name}: {reason}", columns(), subsequent_indent="  "))
         for heading, notes in itertools.groupby(sorted(report.notes, key=attrgetter("kind")), attrgetter("kind")):
             emit("\n".join([f"\n{heading}", *(textwrap.fill(f"{note}", columns(), **_ITEM) for note in notes)]))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fleetbench import units
 from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.target import median_arrival
+from tuner.notes import LeftOut
 from tuner.recommendation import Arm, Recommendation
 from tuner.space import name_of
 
@@ -58,6 +58,8 @@ class Answer:
     seeds: tuple[tuple[str, ...], ...] = ()
     """Rows, one per seed with its own runs to the target: seed, steps and seconds of the default, steps and
     seconds of the other strategy, ratio."""
+    not_chosen: tuple[tuple[str, str], ...] = ()
+    """Pairs of an arm that ran and the reason why it is not recommended."""
 
 
 def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_seed: int = 0) -> Answer:
@@ -68,23 +70,27 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
     used, best = found.verdict == "USE", best_of(found)
     tried = "" if best is None else in_words(best.strategy, found.arms[0].strategy)
     verdict = found.verdict if used or not found.undecided else "UNDECIDED"
-    why = [*_shares(splits), *([_meets(found.strategy)] if used and found.strategy.is_local else [])] if used else [found.reason]
-    lines = [("why", "; ".join(why)), *([("besides", found.caveat)] if found.caveat else [])]
+    figures = () if best is None else tuple(_figures(found, best))
+    gains = [figure.gain.partition(" ")[0] for figure in figures]
+    factors = f"{gains[0]} is {gains[1]} in steps times {gains[2]} in time per step" if len(gains) > 1 and gains[0] else ""
+    why = filter(None, [factors, *_shares(splits, found), _meets(found.strategy) if found.strategy.is_local else ""])
+    lines = [("why", "; ".join(why) if used else found.reason), ("note", found.caveat or "")]
     if used:
         local = "; call fleet.synchronize() before evaluation and saving" if found.strategy.is_local else ""
         lines.append(("use it", f"{folder / 'recommended.md'} says how, in plain PyTorch where it can{local}"))
     if verdict == "UNDECIDED" and any(arm.void_runs for arm in found.arms):
         lines.append(("next", "tune again while the machine is quiet; --from this folder keeps what counted"))
     lines.append(("noise", f"{found.noise or ''}"))
-    counts = f"{len(found.arms)} strategies run, {len(found.trials)} simulated"
+    counts = f"{len(found.trials)} strategies simulated, {len(found.arms)} of them run for real"
     lines.append(("details", f"{folder / 'report.html'}: {counts}, and what was not searched"))
     return Answer(
         verdict=verdict,
         what=f"{'keep the default; ' if verdict == 'UNDECIDED' else ''}tried: {tried}" if tried and not used else tried,
         column="recommended" if used else "tried",
-        figures=() if best is None else tuple(_figures(found, best)),
+        figures=figures,
         lines=tuple((heading, text) for heading, text in lines if text),
         seeds=() if best is None else tuple(_seeds(found, best, first_seed)),
+        not_chosen=tuple(_not_chosen(found)),
     )
 
 
@@ -148,11 +154,16 @@ def step_seconds(found: Recommendation, best: Arm) -> tuple[float, float]:
 def _figures(found: Recommendation, best: Arm) -> Iterator[Figure]:
     default, (default_s, own_s) = found.arms[0], step_seconds(found, best)
     if found.target_loss is not None and default.target is not None and best.target is not None:
-        seeds = f"{best.target.num_reached} of {counted(len(best.target.updates), 'seed')}"
-        gain = "" if found.to_target is None else _gain(found.to_target, found.to_target_low, found.to_target_high)
-        today, own = (median_arrival(check.updates) for check in (default.target, best.target))
-        yield Figure(f"time to loss {found.target_loss:g}", _time(today, default_s), _time(own, own_s), gain, seeds)
-        yield Figure(f"steps to loss {found.target_loss:g}", _count(today), _count(own))
+        checks = default.target.updates, best.target.updates
+        both = [pair for pair in zip(*checks, strict=False) if None not in pair]
+        today, own = map(_mean, zip(*both, strict=True) if both else checks)
+        step, target = (found.speedup, found.low, found.high), (found.to_target, found.to_target_low, found.to_target_high)
+        mean, *ends = step if best.target.from_arm == default.name else target
+        gain, fewer = ("", "") if mean is None or found.speedup is None else (_gain(mean, *ends), f"{mean / found.speedup:.2f}x")
+        seeds = f"{len(both)} of {counted(len(best.target.updates), 'seed')}"
+        bounds = "; the gain counts the others as bounds" if found.to_target is not None and len(both) < len(best.target.updates) else ""
+        yield Figure(f"time to loss {found.target_loss:g}", _time(today, default_s), _time(own, own_s), gain, seeds + bounds)
+        yield Figure(f"steps to loss {found.target_loss:g}", _count(today), _count(own), fewer)
     if found.speedup is not None and found.pairs:
         gain, rests_on = _gain(found.speedup, found.low, found.high), counted(len(found.pairs), "pair")
     else:
@@ -171,6 +182,34 @@ def _seeds(found: Recommendation, best: Arm, first_seed: int) -> Iterator[tuple[
         yield f"{number}", _count(steps[0]), units.seconds(today), _count(steps[1]), units.seconds(own), units.ratio(ratio)
 
 
+def _not_chosen(found: Recommendation) -> Iterator[tuple[str, str]]:
+    """Yield the name of each arm that is not recommended, with the reason."""
+    told = {name: f"{note.how}: {note.reason}" for note in found.told if isinstance(note, LeftOut) for name in note.what.split(", ")}
+    best, what = best_of(found), "step" if found.target_loss is None else "time to the target"
+    first = math.nan if best is None else best.expected or best.ratio or math.nan
+    for arm in (arm for arm in found.arms[1:] if found.verdict != "USE" or arm.name != found.finalist):
+        expected = arm.expected or arm.ratio
+        if arm.rejected is not None or arm.name in told:
+            yield arm.name, arm.rejected or told[arm.name]
+        elif arm.name == found.finalist:
+            gain = "too few pairs" if found.speedup is None else next(_figures(found, arm)).gain
+            yield arm.name, f"{'undecided' if found.undecided else 'no gain'}: {gain}"
+        elif expected is None:
+            yield arm.name, "measuring ended before it was ranked"
+        elif expected >= 1:
+            yield arm.name, f"no faster: {expected:.2f} times the default's {what} is expected"
+        elif best is not None and expected > first:
+            yield arm.name, f"slower: {expected / first:.2f} times the {what} of {best.name} is expected"
+        else:
+            yield arm.name, "not compared in pairs"
+
+
+def _mean(updates: Sequence[float | None]) -> float | None:
+    """Return the geometric mean of the numbers of steps of the runs that arrived; None if none did."""
+    arrived = [one for one in updates if one is not None]
+    return statistics.geometric_mean(arrived) if arrived else None
+
+
 def _count(steps: float | None) -> str:
     return units.NONE if steps is None else f"{steps:.0f}"
 
@@ -187,14 +226,12 @@ def _ms(value_s: float) -> str:
     return f"{units.milliseconds(value_s)} ms"
 
 
-def _shares(splits: pd.DataFrame) -> Iterator[str]:
-    """Yield a phrase for each of the default's waits that takes enough of a step."""
-    if "default, real" not in splits.index:
-        return
-    row = splits.loc["default, real"].to_dict()
+def _shares(splits: pd.DataFrame, found: Recommendation) -> Iterator[str]:
+    """Yield a phrase for each of the default's waits that takes enough of a step, with the finalist's share."""
+    rows = [splits.loc[row] / splits.loc[row].sum() for row in ("default, real", f"{found.finalist}, real") if row in splits.index]
     for part, what in (("exposed communication", "communication that no compute hides"), ("wait", "waiting for the slowest trainer")):
-        if (share := row[part] / sum(row.values())) >= _LEAST_SHARE:
-            yield f"{100 * share:.0f} % of the default's step is {what}"
+        if len(rows) == 2 and rows[0][part] >= _LEAST_SHARE:
+            yield f"{what} is {100 * rows[0][part]:.0f} % of today's step, and {100 * rows[1][part]:.0f} % of the recommended one"
 
 
 def _meets(strategy: DistributedStrategy) -> str:

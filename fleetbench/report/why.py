@@ -64,7 +64,7 @@ def text_of(found: Explanation, width: int) -> str:
     for number, cause in enumerate(found.causes, 1):
         lines += _wrapped(f"{cause.name}: {cause.what}.", width, f"  {number}. ", "     ")
         if cause.remedy:
-            lines += _wrapped(cause.remedy, width, "     ", "       ")
+            lines += _wrapped(f"remedy: {cause.remedy}", width, "     ", "       ")
         if gain := gain_of(cause, found):
             lines += _wrapped(gain, width, "     ", "       ")
     lines += _wrapped(conclusion_of(found), width, "  ", "  ")
@@ -111,7 +111,7 @@ def gain_of(cause: Cause, found: Explanation) -> str:
         return f"tried here: {cause.tried}{'' if cause.tried.helps else ': no gain is sure'}"
     if cause.simulated_s is not None:
         changes = f" Training changes: {cause.trains_differently}." if cause.trains_differently else ""
-        without = "simulated" if cause.remedy and not cause.is_bound else "simulated without it"
+        without = "simulated with it" if cause.remedy and not cause.is_bound else "simulated without it"
         return f"{without}: {milliseconds(found.shares.step_s)} -> {milliseconds(cause.simulated_s)} ms.{changes}"
     return "neither simulated nor tried here" if cause.remedy else ""
 

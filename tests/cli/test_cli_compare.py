@@ -31,7 +31,7 @@ def test_runs_lie_side_by_side(command: Callable, two_runs: tuple[Path, Path]) -
     row = next(line for line in ended.out.splitlines() if "step_s.mean" in line)
     assert row.split()[1:] == ["0.02", "0.022", "1.100x"]
     assert "plans: equal" in ended.out
-    assert "mean step time: +10.00 %" in ended.out
+    assert "mean step time, B over A: +10.00 %" in ended.out
 
 
 def test_what_neither_run_knows_is_no_row(command: Callable, two_runs: tuple[Path, Path]) -> None:
@@ -98,13 +98,13 @@ def test_a_simulated_and_a_real_run_are_compared_step_by_step(command: Callable,
     simulated, real = simulated_and_real
     ended = command("compare", simulated, real)
     assert ended.code == 0
-    assert "mean step time: +25.00 %" in ended.out  # B / A, as ever
+    assert "mean step time, B over A: +25.00 %" in ended.out  # B / A, as ever
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.out.splitlines() if line.startswith("│")]
     step, compute = (next(row for row in rows if row[0] == name and len(row) > 4) for name in ("step", "compute"))
     assert step[1:] == ["20.00", "25.00", "-5.00", "-20.0 %", "5.00", "5.00", "5.00"]
     assert compute[1:] == step[1:]
     every_step = "bias -20.0 %, mean abs 20.0 %, p95 20.0 %, max 20.0 %"
-    assert f"error of a step, as a share of it: {every_step}" in ended.out
+    assert f"error of single steps, each as a share of its own real time: {every_step}" in ended.out
     assert "no stragglers are declared" in ended.out
 
 

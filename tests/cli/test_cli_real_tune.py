@@ -155,7 +155,7 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
     lines = ended.out.splitlines()
     assert lines[0] == "KEEP DEFAULT"
     assert "  why       nothing was faster" in lines
-    details = f"details {folder / 'report.html'}: 2 strategies run, 0 simulated, and what was not searched"
+    details = f"details {folder / 'report.html'}: 0 strategies simulated, 2 of them run for real, and what was not searched"
     assert " ".join(ended.out.split()).endswith(details)
     assert "threads were not searched" not in ended.out
     assert '<td class="n">2, 1 void</td>' in (folder / "report.html").read_text()
@@ -166,7 +166,7 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
     )
     assert default == ["9.00", "10.00", "-10.0 %", "0"]
     assert candidate[-1] == "1"
-    assert "rejected: candidate 1: misses the target" in ended.out
+    assert "not chosen: candidate 1: misses the target" in ended.out
     assert "left out\n- tune.thread_num stays 1: threads were not searched" in ended.out
     assert ended.out.startswith("KEEP DEFAULT")
 

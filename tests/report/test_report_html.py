@@ -78,7 +78,8 @@ def test_the_page_says_everything_that_the_recommendation_says(tuned: Path, reco
         "Without workload.target_loss nothing prices what more local steps cost",
         'strategy = DistributedStrategy.load("recommended.toml")',
         "optimizer = fleet.distributed_optimizer(optimizer)",
-        "3 simulated trials",
+        "3 strategies simulated",
+        "repeated confidence interval of a group-sequential t test",
         "torch 2.",
     ):
         assert phrase in text, phrase

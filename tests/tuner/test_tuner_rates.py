@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from planted_ways import DILOCO, LOCAL, planted, searched, step_s
 from tuner_fakes import FakeRunner, FakeSimulate
 
 from fleetbench.experiment import Experiment
+from fleetbench.report.html import render
+from fleetbench.report.model import read_report
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LrDecay
@@ -53,9 +56,10 @@ def test_the_best_ways_and_the_default_have_their_learning_rate_searched(tmp_pat
         "synchronous",
     ]
     assert [ways.seconds(tried) for tried in best] == pytest.approx([80 * 0.01225, 60 * 0.019, 100 * 0.019])
-    said = "lr_scale = 0.25 alone brings 1.67x (60 steps, the default 100; virtual trainers, 1 seed)"
+    said = "lr_scale = 0.25 alone needs 1.67x fewer steps, by virtual trainers (1 seed), not run for real"
     assert ways.said_beside(LOCAL) == said
     assert ways.said_beside(DistributedStrategy(lr_scale=0.25)) is None
+    assert ways.said_beside(LOCAL, [DistributedStrategy(lr_scale=0.25)]) == said.removesuffix(", not run for real")
     ways = over_seeds(experiment, ways, [LOCAL], lambda *_: Arrival(95.0), tmp_path, range(7, 9), limit_s=30.0)
     assert ways.said_beside(LOCAL) is None, "other seeds say that the rate helps nothing"
     assert len(ways.updates) == 3
@@ -82,7 +86,7 @@ def test_rates_further_off_are_tried_where_nothing_arrives(tmp_path: Path) -> No
     ways = price_ways(experiment, found, step_s, lambda one, _: Arrival(30.0) if one.strategy.lr_scale == 0.125 else None, tmp_path)
     (first, _) = found.best(2, ways.others, ways.seconds)
     assert first.strategy.lr_scale == 0.125
-    said = "lr_scale = 0.125 alone brings the target (30 steps, the default never; virtual trainers, 1 seed)"
+    said = "lr_scale = 0.125 alone reaches the target, by virtual trainers (1 seed), not run for real"
     assert ways.said_beside(LOCAL) == said
 
 
@@ -183,6 +187,31 @@ def test_a_tuning_that_ran_out_of_time_begins_no_training_when_it_is_taken_up_ag
     assert again.notes == first.notes
 
 
+def test_every_strategy_that_was_simulated_or_ran_is_a_trial_of_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DiLoCo and other rates, too, once each; a rate moves no clock; the page has a row for each, and marks the winner's."""
+    experiment = searched(tmp_path, local_steps=(1, 4), lr_scale=(1.0, 2.0), gradient_merge=(1,), finalists=2, pairs=4)[0]
+    monkeypatch.setattr("tuner.ways.REFINED", ())
+    monkeypatch.setattr("tuner.tune.by_virtual_trainers", planted)
+
+    def updates(leg: Leg) -> float | None:
+        arrival = planted(experiment.replace(strategy=leg.strategy), 0.0)
+        return None if arrival is None else arrival.steps + 0.01 * (leg.seed or 0)
+
+    ran, folder = tune(experiment, out=tmp_path / "runs", runner=FakeRunner(experiment, step_s, updates=updates))
+    assert sorted(trial.arm for trial in ran.trials if trial.arm is not None) == sorted(arm.name for arm in ran.arms)
+    assert {"K = 4 and an outer optimizer", "synchronous at 2 times the learning rate"} <= {trial.way for trial in ran.trials}
+    assert len({(*trial.parameters.values(), trial.way) for trial in ran.trials}) == len(ran.trials)
+    of_way = {(trial.way.partition(" at ")[0], *trial.parameters.values()): trial.simulated_s for trial in ran.trials}
+    assert all(of_way[(one.way.partition(" at ")[0], *one.parameters.values())] == one.simulated_s for one in ran.trials)
+    report = read_report(folder)
+    page = render(report)
+    assert ran.verdict == "USE"
+    assert f"{len(ran.trials)} strategies simulated" in page
+    assert re.findall(r'<tr class="chosen"><td class="n">[^<]*</td><td class="name">([^<]*)</td><td>([^<]*)<', page) == [
+        (f"{ran.finalist} (recommended)", name_of(ran.strategy))
+    ]
+
+
 @pytest.mark.slow
 def test_legs_run_at_the_experiments_rate_and_runs_to_the_target_at_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate moves no clock, and one that is too high would leave the living script with no loss. The verdict says what it brings alone."""
@@ -199,9 +228,7 @@ def test_legs_run_at_the_experiments_rate_and_runs_to_the_target_at_their_own(tm
     assert ran.strategy.lr_scale == 2
     assert {leg.strategy.lr_scale for leg in runner.legs if not leg.evaluate} == {1.0}
     assert {leg.strategy.lr_scale for leg in runner.legs if leg.evaluate} == {1.0, 2.0}
-    assert ran.line.endswith(
-        "lr_scale = 2 alone brings 2.00x (50 (50 to 50) steps, the default 100 (100 to 100); virtual trainers, 16 seeds)"
-    )
+    assert ran.line.endswith("lr_scale = 2 alone needs 2.00x fewer steps, by virtual trainers (16 seeds), not run for real")
     assert ran.arms[-1].paced_by is None or ran.arms[-1].paced_by.lr_scale == 1
 
 
@@ -353,4 +380,4 @@ def test_an_answer_by_simulation_says_what_the_rate_alone_would_do(tmp_path: Pat
 
     answer, _ = tune_simulated(experiment, out=tmp_path / "simulated", learn=learn)
     assert answer.strategy.localsgd_configs.has_outer
-    assert "lr_scale = 2 alone brings 2.00x" in answer.line
+    assert "lr_scale = 2 alone needs 2.00x fewer steps" in answer.line

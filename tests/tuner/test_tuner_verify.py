@@ -184,6 +184,16 @@ def test_a_choice_between_arms_that_are_alike_is_said(tmp_path: Path) -> None:
     ]
 
 
+def test_one_that_is_faster_but_cannot_prove_it_is_not_called_chance(tmp_path: Path) -> None:
+    """One seed proves no other training, and K = 16 takes half of the time: that is no chance, and the note does not say so."""
+    experiment = target_experiment(target_seeds=1, local_steps=(1,), pairs=4)
+    runner = FakeRunner(experiment.replace(run=replace(experiment.run, device="cpu")), by_local_steps, updates=lambda _: 80.0)
+    found = verify(runner.experiment, arms(quick=local(16), fused=FUSED), legs_of(runner, tmp_path))
+    assert (found.verdict, found.finalist) == ("USE", "fused")
+    assert "quick stood back for fused: too few seeds may run to prove their gain" in found.notes
+    assert [arm.expected for arm in found.arms] == pytest.approx([1.0, 0.5, 0.95])
+
+
 def test_each_pair_has_a_window_of_stragglers_that_its_legs_share(tmp_path: Path) -> None:
     """Arms are ranked in the first two windows; every pair has the next, in the order in which pairs run, as in another tuning."""
     legs = [verified(layers_experiment(pairs=3), arms(one=FUSED), tmp_path / name, by_fusion)[1] for name in ("once", "again")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from processes import run_python
 from profiled_devices import CUDA, ROCM, Device
 
 from fleetbench.errors import ConfigError
+from fleetbench.report.why import text_of
 from fleetbench.why.shares import Kind, Share, Shares
 from fleetbench.why.traces import TraceShares, projected, read_shares, shares_of_traces
+from tuner.why.from_traces import explain_traces
 
 MS = 10_000
 """Tenths of a microsecond."""
@@ -490,7 +493,7 @@ with profile(activities=[ProfilerActivity.CPU], schedule=cycle, on_trace_ready=w
 
 
 def test_torchs_own_trace_has_the_names_that_are_looked_for(tmp_path: Path) -> None:
-    """A loader that takes 20 ms for a batch, operators, and an optimizer."""
+    """A loader that takes 20 ms for a batch, operators, and an optimizer; the answer says what to do, and for what gain."""
     script, path = tmp_path / "training.py", tmp_path / "t.json.gz"
     script.write_text(TRAINING)
     done = run_python([script, path], tmp_path)
@@ -501,6 +504,7 @@ def test_torchs_own_trace_has_the_names_that_are_looked_for(tmp_path: Path) -> N
     assert ms(shares, "optimizer") > 0
     assert ms(shares, "device") > 0
     assert sum(share.seconds for share in shares.shares) == pytest.approx(shares.step_s, rel=1e-12)
+    assert re.search(r"\n     remedy: .*DataLoader\(.*\n     simulated with", text_of(explain_traces([path], "TRACE"), 120))
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
