@@ -376,6 +376,9 @@ def refuse_uneven(what: Combination, strategy: DistributedStrategy, where: str) 
         why = "needs gradients that are averaged in every backward"
         hint = "give every trainer as many batches: DistributedSampler does so, with or without drop_last"
         raise ConfigError(why, where, "local steps, gradient merge, amp in FP16 or updates by bucket", hint)
+    if what.is_static:
+        hint = "set static_graph = false, or give every trainer as many batches"
+        raise ConfigError("cannot take part in the first backward, which counts gradients", where, "static_graph = true", hint)
     if strategy.sync_batch_norm:
         hint = "set sync_batch_norm = false, or give every trainer as many batches"
         raise ConfigError("cannot take part in the forwards of synchronised batch norms", where, "sync_batch_norm = true", hint)
