@@ -479,7 +479,11 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
         f"uneven, {name}": (uneven, fields, r"fleet\.join: needs gradients that are averaged in every backward")
         for name, fields in (("K = 3", LOCAL), ("merge", MERGE), ("by bucket", BY_BUCKET), ("scaled", SCALED))
     },
-    "uneven, divided": (partial(uneven, divide_by_initial_world_size=False), {}, r"model\.join: divides by the trainers that go on"),
+    "uneven, divided": (
+        partial(uneven, divide_by_initial_world_size=False),
+        {},
+        r"model\.join: divides by the number of",
+    ),
     "again, in a step": (partial(in_the_middle, phase="step"), {}, MIDDLE + "in the middle of a step"),
     "again, in a step that waits": (partial(in_the_middle, phase="kept"), {}, MIDDLE + "in the middle of a step"),
     "again, before a backward": (partial(in_the_middle, phase="graph"), {}, r"loss\.backward\(\): its forward read parameters"),
