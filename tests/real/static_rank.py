@@ -85,6 +85,7 @@ CASES = {
     "torch.autograd.grad": Case(inner=True),
     "again": Case(again=True),
     "merge": Case(strategy=MERGE),
+    "merge, fused": Case(strategy={**MERGE, "build_strategy": {"fuse_all_optimizer_ops": True}}),
     "Local SGD": Case(strategy=LOCAL),
     "fused": Case(strategy={"build_strategy": {"fuse_all_optimizer_ops": True}}),
     "changes": Case(changes=True),
