@@ -12,6 +12,7 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
     """Return a row per invalid combination: whether both settings are on, their names, the reason."""
     build, merge, average = own.build_strategy, own.gradient_merge_configs, own.averaging
     half, unused, synced = (own.fp16_allreduce or own.bf16_allreduce), own.find_unused_parameters, own.sync_batch_norm
+    is_static, some = own.static_graph, "static_graph" if own.static_graph else "find_unused_parameters"
     by_bucket, fuses = not build.enable_backward_optimizer_op_deps, build.fuse_all_optimizer_ops
     update, fused = "build_strategy.enable_backward_optimizer_op_deps = false", "build_strategy.fuse_all_optimizer_ops"
     sequential, hierarchy = "build_strategy.enable_sequential_execution", "use_hierarchical_allreduce"
@@ -42,7 +43,7 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (own.is_local and synced, "Local SGD", "sync_batch_norm", "batch norm would synchronise in every layer of every step"),
         (own.is_local and by_bucket, "Local SGD", update, "local steps exchange no buckets"),
         (own.scales_loss and by_bucket, update, "amp", "an update cannot be undone when a later bucket overflows"),
-        (unused and by_bucket, update, "find_unused_parameters", "unused parameters are only known after the last bucket"),
+        ((unused or is_static) and by_bucket, update, some, "unused parameters are only known after the last bucket"),
         (fuses and by_bucket, update, fused, "there is either one update of everything, or one per bucket"),
         (unused and fuses, fused, "find_unused_parameters", "a fused update cannot leave parameters out"),
         (own.scales_loss and merge.remainder == "flush", 'remainder = "flush"', "amp", "overflow is not checked at the end of an epoch"),
@@ -70,8 +71,9 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (own.sharding and own.fusion != "fleet", "fusion", "sharding", "each block is one bucket"),
         (own.sharding and own.nccl_comm_num > 1, "nccl_comm_num above 1", "sharding", alone),
         (own.sharding and not own.sync_nccl_allreduce, "sync_nccl_allreduce = false", "sharding", alone),
-        (own.sharding and unused, "find_unused_parameters", "sharding", "every block is scattered in every step"),
+        (own.sharding and (unused or is_static), some, "sharding", "every block is scattered in every step"),
         (own.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
         (own.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
         (own.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
+        (is_static and unused, "static_graph", "find_unused_parameters", "the first backward shows which are unused"),
     )

@@ -345,6 +345,9 @@ class DistributedStrategy(Config):
     buckets as its backend allows (``fleetbench.plan.groups``)."""
     find_unused_parameters: bool = _CLOCK(False)
     """Handle parameters that a step's loss does not use, instead of refusing the step."""
+    static_graph: bool = _CLOCK(False)
+    """Every backward reaches the same parameters, each as often, as in the first one, whose buckets are
+    exchanged at its end; some may be unused. DDP's ``static_graph``."""
     broadcast_buffers: bool = Knob("plan virtual digits")(True)
     """Rank 0 broadcasts its buffers after each exchange of gradients, as DDP does before the next forward.
     For local steps, ``buffers`` decides."""

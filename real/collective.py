@@ -253,25 +253,31 @@ class Collective:
             return
         from real.checkpoints.saving import save  # imported late, because not every training saves
 
-        save(self.models.only("fleet.save_persistables", self.meeting), self.meeting, path, extra=extra)
+        save(self.models.kept("fleet.save_persistables", self.meeting), self.meeting, path, extra=extra)
 
-    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
+    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, model: nn.Module | None = None, resynchronize: bool) -> Loaded:
         """Resume from a save; see ``Fleet.load_persistables``."""
-        from real.checkpoints.saving import load
+        from real.checkpoints.saving import LOAD, load, load_some
 
-        engine = self.models.only("fleet.load_persistables", self.meeting)
+        if predicate is not None:
+            number, engine = self.models.chosen(model, LOAD, self.meeting)
+            return load_some(engine, self.meeting, path, predicate, model=number)
+        if model is not None:
+            hint = "add predicate=lambda name: True, or leave model out to resume all models"
+            raise ConfigError("chooses a model for predicate=...", f"{LOAD}(model=...)", type(model).__name__, hint)
         resynchronize = resynchronize or self.driven is not None  # a leg's strategy may differ from the saved one
-        return load(engine, self.meeting, path, predicate=predicate, resynchronize=resynchronize)
+        return load(self.models.kept(LOAD, self.meeting), self.meeting, path, resynchronize=resynchronize)
 
-    def save_inference_model(self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object) -> None:
+    def save_inference_model(
+        self, path: Path, example_inputs: Sequence[object], dynamic_shapes: object, model: nn.Module | None = None
+    ) -> None:
         """Export the model on rank 0; do nothing in a tuning."""
         if os.environ.get(TUNING):
             return
-        from real.checkpoints.inference import save_inference_model
+        from real.checkpoints.inference import EXPORT, save_inference_model
 
-        save_inference_model(
-            self.models.only("fleet.save_inference_model", self.meeting), self.meeting, path, example_inputs, dynamic_shapes
-        )
+        _, engine = self.models.chosen(model, EXPORT, self.meeting)
+        save_inference_model(engine, self.meeting, path, example_inputs, dynamic_shapes)
 
     def leave(self) -> None:
         """At exit, wait for the other trainers, unless this process or another one has failed; then close the groups.

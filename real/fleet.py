@@ -264,34 +264,44 @@ class Fleet:
         self._joined("fleet.save_persistables").save(Path(path), extra=extra)
 
     @torch.inference_mode(mode=False)  # see ``Fleet``
-    def load_persistables(self, path: str | Path, *, predicate: Callable[[str], bool] | None = None, resynchronize: bool = False) -> Loaded:
+    def load_persistables(
+        self,
+        path: str | Path,
+        *,
+        predicate: Callable[[str], bool] | None = None,
+        model: torch.nn.Module | None = None,
+        resynchronize: bool = False,
+    ) -> Loaded:
         """Resume from a save of ``save_persistables``, bit for bit.
 
         Every trainer calls it, after ``distributed_optimizer``. It needs the same number of trainers,
-        strategy, model and optimizer. With ``resynchronize``, other trainers or another strategy restart from
-        the averaged parameters and rank 0's state. A sharded training resumes with other trainers, or in
-        another stage, without it.
+        strategy, models and optimizers, in the same order. With ``resynchronize``, other trainers or another
+        strategy restart from the averaged parameters and rank 0's state. A sharded training resumes with
+        other trainers, or in another stage, without it.
 
         With ``predicate``, it loads only the model's parameters and buffers that ``predicate`` selects by
         name, from a checkpoint or a .safetensors file. It returns and prints which were loaded, which were
-        not, and which are left over. With parameter servers, servers start from a checkpoint:
+        not, and which are left over. ``model`` is one of several models; names have no prefix. With
+        parameter servers, servers start from a checkpoint:
         ``fleet.init_server(path)``.
         """
-        loaded = self._joined("fleet.load_persistables").load(Path(path), predicate=predicate, resynchronize=resynchronize)
+        loaded = self._joined("fleet.load_persistables").load(Path(path), predicate=predicate, model=model, resynchronize=resynchronize)
         if self._log is not None and predicate is None:
             self._log.resume(loaded.epoch)
         return loaded
 
     @torch.inference_mode(mode=False)  # see ``Fleet``
-    def save_inference_model(self, path: str | Path, example_inputs: Sequence[Any], *, dynamic_shapes: Any = None) -> None:
-        """Export the model for a server by torch.export to ``path`` (.pt2).
+    def save_inference_model(
+        self, path: str | Path, example_inputs: Sequence[Any], *, dynamic_shapes: Any = None, model: torch.nn.Module | None = None
+    ) -> None:
+        """Export the model, or ``model`` of several, for a server by torch.export to ``path`` (.pt2).
 
         Every trainer calls it, and rank 0 writes. ``torch.export.load(path).module()`` runs it without this
         package. ``example_inputs`` are the forward's, with two samples or more. The first dimension of each
         is then a batch of any size, unless ``dynamic_shapes`` says otherwise, in the format of
         ``torch.export.export``. With parameter servers it calls ``pull_model`` and exports that model.
         """
-        self._joined("fleet.save_inference_model").save_inference_model(Path(path), example_inputs, dynamic_shapes)
+        self._joined("fleet.save_inference_model").save_inference_model(Path(path), example_inputs, dynamic_shapes, model)
 
     def _with_servers(self, where: str) -> Served:
         if self._job is None or isinstance(self._job, Collective):

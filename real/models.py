@@ -81,16 +81,24 @@ class Models:
             raise ConfigError("there is no model yet", where, hint=f"call {MODEL} first")
         return engines
 
-    def only(self, where: str, meeting: Meeting) -> Engine:
-        """Return the only engine; every trainer calls it. Raises ``ConfigError`` for several."""
+    def kept(self, where: str, meeting: Meeting) -> list[Engine]:
+        """Return the engines whose models all trainers still have; every trainer calls it."""
         if len(self._found) > 1:
             self.sweep(meeting, collects=True)
-        engine, *others = self.all(where)
-        if others:
-            what = "serves a process that trains one model"
-            hint = "after fleet.synchronize(), save each model's and optimizer's state_dict() by torch.save on rank 0, or export it there"
-            raise ConfigError(what, where, f"{1 + len(others)} models", hint)
-        return engine
+        return self.all(where)
+
+    def chosen(self, model: nn.Module | None, where: str, meeting: Meeting) -> tuple[int, Engine]:
+        """Return number and engine of ``model``, or of the only one for ``None``; every trainer calls it.
+
+        Raises ``ConfigError``, which lists the models, if there is no such model, or a choice.
+        """
+        engines = self.kept(where, meeting)
+        found = [(number, engine) for number, engine in enumerate(engines) if model in (None, engine.model)]
+        if len(found) != 1:
+            what = "takes one of several models" if model is None else "is given a model that is not distributed"
+            names = ", ".join(f"{number}: {type(engine.model).__name__}" for number, engine in enumerate(engines))
+            raise ConfigError(what, where, names, "pass model=..., a model that fleet.distributed_model has returned")
+        return found[0]
 
     def holding(self, optimizer: torch.optim.Optimizer, where: str) -> list[Engine]:
         """Return the engines of the models whose parameters the optimizer holds.
@@ -157,9 +165,6 @@ class Models:
         if self.engines[0].executor.combination.adaptive is not None:
             hint = "use fixed local steps: localsgd with k_steps, or train one model"
             raise ConfigError("follows one reported loss, and this process trains several models", "strategy.adaptive_localsgd", hint=hint)
-        if self.engines[0].executor.combination.scales:
-            hint = 'set amp_configs.dtype = "bf16", which needs no scale, or train one model'
-            raise ConfigError("scales one model's loss, and this process trains several", "strategy.amp in FP16", hint=hint)
         for engine in self.engines:
             _refuse_shared(engine.model, model)
 

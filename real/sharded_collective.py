@@ -99,7 +99,7 @@ class ShardedCollective(Collective):
 
         save(self._of("fleet.save_persistables"), self.meeting, path, extra=extra)
 
-    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, **_: bool) -> Loaded:
+    def load(self, path: Path, *, predicate: Callable[[str], bool] | None, **_: object) -> Loaded:
         """Resume from a save. Trainers and stage may differ from those that saved, without ``resynchronize``."""
         from real.checkpoints.saving import LOAD
         from real.sharding.checkpoint import load

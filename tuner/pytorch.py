@@ -55,6 +55,7 @@ _WIRES = {"fp16_allreduce": "fp16", "bf16_allreduce": "bf16"}
 UNSHARDED = (
     "sharding",
     "find_unused_parameters",
+    "static_graph",
     "build_strategy.enable_backward_optimizer_op_deps",
     "build_strategy.enable_sequential_execution",
     *(field for called in ("fusion", "hierarchy", "communicators", "local steps") for field in CALLED[called]),
@@ -121,7 +122,7 @@ def in_pytorch(strategy: DistributedStrategy, default: DistributedStrategy, buck
             found.arguments["bucket_cap_mb_list"] = [*buckets_mb]
         elif name in ("fuse_grad_size_in_MB", "first_bucket_size_in_MB") and capped:
             found.arguments["bucket_cap_mb"] = strategy.fuse_grad_size_in_MB or _ALL_IN_ONE_MB
-        elif name in ("find_unused_parameters", "broadcast_buffers"):
+        elif name in ("find_unused_parameters", "static_graph", "broadcast_buffers"):
             found.arguments[name] = getattr(strategy, name)
         elif name in _WIRES and (strategy.fp16_allreduce or strategy.bf16_allreduce):
             found.wire = _WIRES[name] if getattr(strategy, name) else found.wire

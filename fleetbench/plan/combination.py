@@ -68,7 +68,9 @@ class Combination:
     fuses_update: bool = False
     """Whether one fused update covers all parameters."""
     finds_unused: bool = False
-    """Whether parameters that the loss does not use are allowed."""
+    """Whether parameters that the loss does not use are looked for in every backward that is exchanged."""
+    is_static: bool = False
+    """Whether the first backward that is exchanged shows which parameters the others use, and how often."""
     sharding: ShardingConfigs | None = None
     """Settings of sharding, or None if every trainer keeps the whole model and optimizer state."""
     is_sequential: bool = False
@@ -98,7 +100,9 @@ class Combination:
             scaler=LossScaler(strategy.amp_configs) if strategy.scales_loss else None,
             updates_by_bucket=not build.enable_backward_optimizer_op_deps,
             fuses_update=build.fuse_all_optimizer_ops,
-            finds_unused=strategy.find_unused_parameters,
+            # of a merge's backwards, only the last is counted
+            finds_unused=strategy.find_unused_parameters or (strategy.static_graph and merge.k_steps > 1),
+            is_static=strategy.static_graph and merge.k_steps == 1 and not strategy.is_local,
             sharding=strategy.sharding_configs if strategy.sharding else None,
             is_sequential=build.enable_sequential_execution,
         )

@@ -27,7 +27,8 @@ def own_strategy(model: DistributedDataParallel) -> DistributedStrategy:
         {
             **(buckets if cap else {"fuse_all_reduce_ops": False}),
             "sync_nccl_allreduce": False,  # its buckets do not wait for each other
-            "find_unused_parameters": bool(model.find_unused_parameters),
+            "find_unused_parameters": bool(model.find_unused_parameters and not model.static_graph),
+            "static_graph": bool(model.static_graph),
             "broadcast_buffers": bool(model.broadcast_buffers),
             "thread_num": torch.get_num_threads(),
             **({} if wire is None else {wire: True}),
@@ -40,12 +41,14 @@ def combined(ordered: DistributedStrategy, own: DistributedStrategy) -> Distribu
 
     Raises ``ConfigError`` if the script rounds its gradients to 16 bits and the file sends them as they are.
     """
-    finds_unused = ordered.find_unused_parameters or own.find_unused_parameters
+    is_static = ordered.static_graph or own.static_graph
+    finds_unused = not is_static and (ordered.find_unused_parameters or own.find_unused_parameters)
     wire = next((name for name in _WIRES.values() if getattr(own, name)), None)
     if wire is not None and not (ordered.is_local or ordered.fp16_allreduce or ordered.bf16_allreduce):
         hint = f"add {wire} = true to the file, or leave the hook out of the script"
         raise ConfigError("the script's communication hook sends 16 bits, and the strategy 32", "--strategy", wire, hint)
-    return ordered.replace(find_unused_parameters=finds_unused, broadcast_buffers=ordered.broadcast_buffers and own.broadcast_buffers)
+    sends = ordered.broadcast_buffers and own.broadcast_buffers
+    return ordered.replace(find_unused_parameters=finds_unused, static_graph=is_static, broadcast_buffers=sends)
 
 
 def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
@@ -53,8 +56,6 @@ def not_expressed(model: DistributedDataParallel) -> Iterator[str]:
     found = []
     if getattr(model, "bucket_bytes_cap_list", None):
         found.append("bucket_cap_mb_list")
-    if model.static_graph:
-        found.append("static_graph=True")
     if not model.gradient_as_bucket_view:
         found.append("gradient_as_bucket_view=False")
     if found:

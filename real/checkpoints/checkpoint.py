@@ -4,6 +4,8 @@ PATH/save-00000007/manifest.json      what was saved, by whom, and digests of ev
 PATH/save-00000007/model.safetensors  parameters and buffers by name
 PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
 
+Of several models, every part has its model's number: model-0.safetensors, model-1.safetensors, ...
+
 Each save has its own folder. Its manifest is written last and atomically, which puts the save in force;
 only then is the previous save removed. A kill at any time leaves the old save or the new one, and at most
 one folder that the next save removes. Nothing on disk is ever executed (``weights_only``).
@@ -41,6 +43,27 @@ class Save:
 
     folder: Path
     manifest: Mapping[str, Any]
+    model: int | None = None
+    """Number of the model whose parts these are; ``None`` in a save of one model."""
+
+    @property
+    def where(self) -> str:
+        """Name of this save in errors."""
+        return str(self.folder) if self.model is None else f"{self.folder}, model {self.model}"
+
+    @property
+    def num_models(self) -> int:
+        """Number of saved models."""
+        return len(self.manifest.get("models", (1,)))
+
+    def of(self, model: int) -> "Save":
+        """Return the parts of one model; a save of one model has only that one. Raises ``ConfigError`` for others."""
+        if "models" not in self.manifest:
+            return self
+        if model >= self.num_models:
+            hint = "models are numbered from 0, in the order of fleet.distributed_model; a path may also name one of its files"
+            raise ConfigError(f"has no model {model}", str(self.folder), f"{self.num_models} models", hint)
+        return Save(self.folder, {**self.manifest, **self.manifest["models"][model]}, model)
 
     def read(self, name: str) -> Any:
         """Read a part of this save. Raises ``ConfigError`` as ``file`` does."""
@@ -51,8 +74,14 @@ class Save:
 
         Raises ``ConfigError`` if it is missing or differs from what was written.
         """
+        name = numbered(name, self.model)
         check_files(self.folder, self.manifest["files"], [name], _ANOTHER)
         return self.folder / name
+
+
+def numbered(name: str, model: int | None) -> str:
+    """Return the name of a part of one of several models, or of the only one."""
+    return name if model is None else f"{Path(name).stem}-{model}{Path(name).suffix}"
 
 
 class Draft:

@@ -77,17 +77,18 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def capture(engine: Engine, progress: Progress, extra: Any, *, has_parted: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the state to save between two steps: shared parts by name, this trainer's part, the manifest.
+def capture(
+    engine: Engine, progress: Progress, optimizers: Sequence[Mapping[str, Any]], extra: Any, *, has_parted: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a model's state to save between two steps: shared parts by name, this trainer's part, the manifest.
 
     Every trainer calls it; the shared parts are complete on each. Tensors are the training's own: write them
     before it continues. ``has_parted``: some trainer's parameters differ from those on which all agreed.
-    ``extra``: the script's object.
+    ``optimizers``: packed ones. ``extra``: the script's object.
     """
     executor, communicators = engine.executor, engine.communicators
     carried, model = executor.carried(), model_tensors(engine.model)
     tables = {item.name: getattr(carried, item.name) for item in dataclasses.fields(carried)}
-    optimizers = [pack_optimizer(one, engine.model) for one in engine.optimizers]
     shared = {name: dict(tables.pop(name)) for name in _SHARED_TABLES}
     if not has_parted:
         shared["origin"] = {}
@@ -102,7 +103,6 @@ def capture(engine: Engine, progress: Progress, extra: Any, *, has_parted: bool)
     if communicators.device.type == "cuda":
         own["random"]["cuda"] = torch.cuda.get_rng_state(communicators.device)
     manifest = {
-        "trainers": communicators.trainers,
         "strategy": encode(engine.strategy),
         "strategy_digest": strategy_digest(engine.strategy),
         "trained": [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad],
@@ -115,15 +115,24 @@ def capture(engine: Engine, progress: Progress, extra: Any, *, has_parted: bool)
     return parts, own, manifest
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def pack_optimizer(optimizer: torch.optim.Optimizer, *models: nn.Module) -> dict[str, Any]:
     """Return the optimizer as plain data with tensors."""
-    return {"class": type(optimizer).__qualname__, "groups": groups_of(optimizer, model), "state": optimizer.state_dict()}
+    return {"class": type(optimizer).__qualname__, "groups": groups_of(optimizer, *models), "state": optimizer.state_dict()}
 
 
-def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names of each group's parameters; empty names stand for untrained parameters outside the model."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def groups_of(optimizer: torch.optim.Optimizer, *models: nn.Module) -> list[list[str]]:
+    """Return the names of each group's parameters; empty names stand for untrained parameters outside the models.
+
+    With several models, a name begins with its model's number.
+    """
+    pairs = zip(prefixes(models), models, strict=True)
+    names = {id(parameter): prefix + name for prefix, model in pairs for name, parameter in model.named_parameters()}
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def prefixes(models: Sequence[object]) -> list[str]:
+    """Return what comes before each model's names where those of several models are together."""
+    return [f"{number}." for number in range(len(models))] if len(models) > 1 else [""]
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, data: Mapping[str, Any]) -> None:
@@ -192,13 +201,12 @@ def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
 
 def read(engine: Engine, save: Save, rank: int) -> Restored:
     """Read the parts that this trainer needs, for ``restore``. Raises ``ConfigError`` if they do not fit."""
-    where, own, shared = str(save.folder), save.read(own_part(rank)), save.read(SHARED)
+    where, own, shared = save.where, save.read(own_part(rank)), save.read(SHARED)
     saved = {**save.read(MODEL), **own["buffers"]}
     refuse_another_model(engine.model, saved, save.manifest["trained"], where)
     tensors, tables = model_tensors(engine.model), {name: shared[name] for name in _SHARED_TABLES}
     for found in (own["parameters"], *tables.values()):
         refuse_misfits(tensors, found, where)
-    refuse_other_optimizers(engine.model, engine.optimizers, own["optimizers"] or shared["optimizers"], where)
     return Restored(
         progress=decode_progress(shared["progress"]),
         model=saved,
@@ -211,7 +219,7 @@ def read(engine: Engine, save: Save, rank: int) -> Restored:
 
 
 def refuse_other_optimizers(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[Mapping[str, Any]], where: str
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[Mapping[str, Any]], where: str
 ) -> None:
     """Raise ``ConfigError`` unless the optimizers have the saved classes and groups of parameters."""
     kinds = [data["class"] for data in saved], [type(one).__qualname__ for one in optimizers]
@@ -221,7 +229,7 @@ def refuse_other_optimizers(
         raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
     hint = "build the optimizer's groups as they were built when it was saved"
     for optimizer, data in zip(optimizers, saved, strict=True):
-        groups, own = data["groups"], groups_of(optimizer, model)
+        groups, own = data["groups"], groups_of(optimizer, *models)
         if len(groups) != len(own):
             raise ConfigError("has another number of parameter groups", where, f"saved {len(groups)}, here {len(own)}", hint)
         for number, (names, others) in enumerate(zip(groups, own, strict=True)):
@@ -232,8 +240,8 @@ def refuse_other_optimizers(
 
 
 @torch.no_grad()
-def restore(engine: Engine, found: Restored, where: str) -> None:
-    """Continue from ``found``, which every trainer has checked.
+def restore(engine: Engine, found: Restored, optimizers: Sequence[torch.optim.Optimizer], where: str) -> None:
+    """Continue from ``found``, which every trainer has checked, with the optimizers whose data it has.
 
     Raises ``ConfigError`` if another plan would result.
     """
@@ -242,7 +250,7 @@ def restore(engine: Engine, found: Restored, where: str) -> None:
     loss = None if found.carried.loss is None else found.carried.loss.to(device)
     origin = found.carried.origin or found.model
     engine.resume(found.progress, dataclasses.replace(found.carried, origin=origin, sums=sums, loss=loss), where)
-    for optimizer, data in zip(engine.optimizers, found.optimizers, strict=True):
+    for optimizer, data in zip(optimizers, found.optimizers, strict=True):
         unpack_optimizer(optimizer, data)
     _replace(engine, {**found.model, **found.parameters})
     if "cpu" in found.random:

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fleetbench.digests import file_digest, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.training import begin_anew, family
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, open_save, read_part
+from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, numbered, open_save, read_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
     SHARED,
@@ -24,6 +24,8 @@ from real.checkpoints.persistables import (
     decode_progress,
     model_tensors,
     own_part,
+    pack_optimizer,
+    prefixes,
     put,
     read,
     refuse_another_model,
@@ -54,11 +56,12 @@ class Loaded:
     """Result of ``fleet.load_persistables``."""
 
     step: int = 0
-    """Last finished step; the loop continues with the next one. 0 if only part of a model was loaded."""
+    """Last finished step; the loop continues with the next one. 0 if only part of a model was loaded. With
+    several models, the first one's."""
     epoch: int = 0
     """Number of finished epochs, as passed to ``fleet.end_epoch``."""
     loaded: tuple[str, ...] = ()
-    """Names of the model's parameters and buffers that were replaced."""
+    """Names of the model's parameters and buffers that were replaced; of all of several models, such as ``1.weight``."""
     missing: tuple[str, ...] = ()
     """Names of the model's parameters and buffers that were not loaded."""
     left_over: tuple[str, ...] = ()
@@ -67,24 +70,37 @@ class Loaded:
     """Object that the script saved as ``extra``."""
 
 
-def save(engine: Engine, meeting: Meeting, path: Path, *, extra: Any) -> None:
-    """Save the training, between two steps, into ``path``, which all trainers must see.
+def save(engines: Sequence[Engine], meeting: Meeting, path: Path, *, extra: Any) -> None:
+    """Save the training, between two steps of every model, into ``path``, which all trainers must see.
 
-    Every trainer calls it.
+    Every trainer calls it. The first model's parts hold all optimizers, and ``extra``.
 
     Raises ``ConfigError`` in the middle of a step, or if trainers save at different steps or paths;
     ``EnvironmentLacks`` if nothing can be written. The previous save then stays in force.
     """
-    progress = engine.progress(SAVE)
-    engine.take_over()
+    progress = [engine.progress(SAVE) for engine in engines]
+    for engine in engines:
+        engine.take_over()
     meeting.meet(SAVE)
     meeting.same(str(path), "saves to another folder", SAVE, SEVERAL_FOLDERS)
-    meeting.same(
-        json.dumps(progress.state.to_dict(), sort_keys=True), "is at another step", SAVE, "save after the same step on every trainer"
-    )
-    has_parted = any(parted for (parted,) in meeting.gather([int(engine.executor.has_parted)]))
-    shared, own_data, told = capture(engine, progress, extra, has_parted=has_parted)
-    put_in_force(meeting, path, shared, {own_part(meeting.rank): own_data}, told)
+    states = json.dumps([own.state.to_dict() for own in progress], sort_keys=True)
+    meeting.same(states, "is at another step", SAVE, "save after the same step on every trainer")
+    has_parted = [any(own) for own in zip(*meeting.gather([int(engine.executor.has_parted) for engine in engines]), strict=True)]
+    packed = [pack_optimizer(one, *(engine.model for engine in engines)) for one in optimizers_of(engines)]
+    shared, own_parts, told = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
+    for number, engine in enumerate(engines):
+        model = number if len(engines) > 1 else None
+        mine = ([], None) if number else (packed, extra)
+        parts, own, manifest = capture(engine, progress[number], *mine, has_parted=has_parted[number])
+        shared |= {numbered(name, model): part for name, part in parts.items()}
+        own_parts[numbered(own_part(meeting.rank), model)] = own
+        told.append(manifest)
+    put_in_force(meeting, path, shared, own_parts, {"trainers": meeting.trainers, **({"models": told} if told[1:] else told[0])})
+
+
+def optimizers_of(engines: Sequence[Engine]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of all models, each once: one optimizer may hold several models."""
+    return [*{id(one): one for engine in engines for one in engine.optimizers}.values()]
 
 
 def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: Mapping[str, Any], told: Mapping[str, Any]) -> None:
@@ -115,30 +131,45 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
         draft.sweep()
 
 
-def load(engine: Engine, meeting: Meeting, path: Path, *, predicate: Callable[[str], bool] | None, resynchronize: bool) -> Loaded:
-    """Continue from a checkpoint; with a ``predicate``, load only the model's tensors whose names it accepts.
+def load(engines: Sequence[Engine], meeting: Meeting, path: Path, *, resynchronize: bool) -> Loaded:
+    """Continue from a checkpoint of as many models, in the same order.
 
     Every trainer calls it, between two steps. Raises ``ConfigError``, on all trainers, if the checkpoint does
     not fit any of them; nothing has changed then.
     """
-    engine.progress(LOAD)
-    meeting.meet(LOAD)
-    meeting.same(str(path), "loads from another folder", LOAD, SEVERAL_FOLDERS)
-    number = in_force(meeting, path)
-    if predicate is not None:
-        return _load_some(engine, meeting, path, number, predicate)
+    number = _met(engines, meeting, path)
+    found: list[Restored] = []
+    optimizers = optimizers_of(engines)
     with meeting.together(LOAD):
         save = open_save(path, number)
         with reading(save.folder, ANOTHER):
-            found = _read_anew(engine, meeting, save) if resynchronize else _read(engine, meeting, save)
-    restore(engine, found, str(save.folder))
-    state = found.progress.state
+            if save.num_models != len(engines):
+                hint = "call fleet.distributed_model for the saved models, in their order, before the load; predicate= loads some of one"
+                told = f"saved {save.num_models}, here {len(engines)}"
+                raise ConfigError("was saved with another number of models", save.where, told, hint)
+            for index, engine in enumerate(engines):
+                found.append((_read_anew if resynchronize else _read)(engine, meeting, save.of(index)))
+            refuse_other_optimizers([engine.model for engine in engines], optimizers, found[0].optimizers, save.where)
+    for index, engine in enumerate(engines):
+        restore(engine, found[index], [] if index else optimizers, save.of(index).where)
+    state = found[0].progress.state
     return Loaded(
         step=state.next_step - 1,
         epoch=state.epoch,
-        loaded=tuple(name for name in model_tensors(engine.model) if name in found.model),
-        extra=found.extra,
+        loaded=tuple(
+            prefix + name for prefix, engine in zip(prefixes(engines), engines, strict=True) for name in model_tensors(engine.model)
+        ),
+        extra=found[0].extra,
     )
+
+
+def _met(engines: Sequence[Engine], meeting: Meeting, path: Path) -> int:
+    """Meet between two steps for a load from ``path``, and return the number of its save in force."""
+    for engine in engines:
+        engine.progress(LOAD)
+    meeting.meet(LOAD)
+    meeting.same(str(path), "loads from another folder", LOAD, SEVERAL_FOLDERS)
+    return in_force(meeting, path)
 
 
 def in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
@@ -153,7 +184,7 @@ def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
     Raises ``ConfigError`` if the number of trainers or the strategy has changed.
     """
-    manifest, where = save.manifest, str(save.folder)
+    manifest, where = save.manifest, save.where
     if manifest["trainers"] != meeting.trainers:
         what = "was saved by another number of trainers"
         hint = f"start {manifest['trainers']}, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
@@ -167,10 +198,9 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
 
     It is rank 0's state with the averaged model.
     """
-    manifest, where = save.manifest, str(save.folder)
+    manifest, where = save.manifest, save.where
     model, shared = save.read(MODEL), save.read(SHARED)
     refuse_another_model(engine.model, model, None, where)
-    refuse_other_optimizers(engine.model, engine.optimizers, shared["optimizers"], where)
     saved = decode_progress(shared["progress"]).state
     same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
@@ -188,11 +218,16 @@ def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
     )
 
 
-def _load_some(engine: Engine, meeting: Meeting, path: Path, number: int, predicate: Callable[[str], bool]) -> Loaded:
-    """Replace the model's tensors that the checkpoint has and ``predicate`` accepts."""
+def load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool], *, model: int = 0) -> Loaded:
+    """Replace the model's tensors that a checkpoint or a file has and ``predicate`` accepts by name.
+
+    ``model``: the model's number, which chooses its part of a checkpoint of several models. Every trainer calls it.
+    Raises as ``load`` does.
+    """
+    number = _met([engine], meeting, path)
     engine.take_over()
     with meeting.together(LOAD):
-        file = path if path.is_file() else open_save(path, number).file(MODEL)
+        file = path if path.is_file() else open_save(path, number).of(model).file(MODEL)
         saved, digest, where = read_part(file), file_digest(file), str(file)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}

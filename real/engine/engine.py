@@ -20,7 +20,6 @@ from weakref import finalize, ref
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -337,21 +336,14 @@ class Engine:
         what = strategy.combination
         knows_all = not (what.merges and what.finds_unused)  # the Reducer finds unused parameters of a single backward
         if self.communicators.trainers > 1 and not what.is_local and knows_all:
-            self._reducer = PlannedReducer(
-                self.model,
-                self._parameters,
-                plan.buckets,
-                self._planning.sparse,
-                group=self.communicators.beside if what.finds_unused else self.communicators.world,
-                finds_unused=what.finds_unused,
-                on_bucket=self._or_fails(self._bucket_comes),
-            )
+            shared = (self.communicators, what, self._or_fails(self._bucket_comes))
+            self._reducer = PlannedReducer(self.model, self._parameters, plan.buckets, self._planning.sparse, *shared)
         if self._executor is not None and carried is None and state is not None:
             carried = self._executor.carried()
         self._executor = None  # frees its buffers before new ones are made
         carried = carried or Carried()
-        shared = (self.communicators, self.stopwatch, carried, self.optimizers, self._planning.buffers)
-        self._executor = Executor(self.model, self._parameters, strategy, *shared, known=self._known)
+        others = (self.communicators, self.stopwatch, carried, self.optimizers, self._planning.buffers)
+        self._executor = Executor(self.model, self._parameters, strategy, *others, known=self._known)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
@@ -482,15 +474,16 @@ class Engine:
         """Record when a gradient is final; called until the plan is settled."""
         refuse_unknown_sparse(name, parameter.grad, self._planning.sparse)
         if self._phase == Phase.BACKWARD:
+            self._planning.order.pop(name, None)  # of a parameter that is reached twice, the last time counts
             self._planning.order[name] = time.monotonic_ns() - self._backward_begin_ns
 
-    def _bucket_comes(self, bucket: GradBucket) -> None:
-        """Start the next bucket, whose gradients are all in the Reducer's buffer."""
+    def _bucket_comes(self, bucket: int, buffer: torch.Tensor) -> None:
+        """Start the next bucket, whose gradients are all in the Reducer's ``buffer``."""
         self._backward_begins()  # if no hook on an output has reported it
         if not self._comes:
             self._backward_comes()
-        assert bucket.index() == self._next_bucket, "buckets become ready in the plan's order"
-        self.executor.storage.place(bucket.index(), bucket.buffer())
+        assert bucket == self._next_bucket, "buckets become ready in the plan's order"
+        self.executor.storage.place(bucket, buffer)
         self._start_bucket()
 
     def _start_bucket(self) -> None:

@@ -6,16 +6,21 @@ bucket to the engine.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket, Logger, Reducer
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from fleetbench.plan.combination import Combination
 from fleetbench.plan.fusion import Bucket
+from real.communication.communicators import Communicators
+from real.engine.gradients import versions
 from real.older_torch import without_first_sync
 
 
@@ -30,9 +35,9 @@ class _Laid(Reducer):
 class PlannedReducer(DistributedDataParallel):
     """A DistributedDataParallel that refers to the model but does not wrap it, so that ``state_dict`` keys stay.
 
-    ``on_bucket`` is called for each bucket whose gradients are ready, in the plan's order on every rank, on the
-    backward's thread. A bucket's buffer is the same in every step. This class divides nothing, and exchanges only the
-    flags of unused parameters.
+    ``on_bucket`` is called with number and buffer of each bucket whose gradients are ready, in the plan's order on every
+    rank, on the backward's thread; in a static graph's first backward, at its end. A bucket's buffer is the same in
+    every step. This class divides nothing, and exchanges only the flags of unused parameters.
     """
 
     def __init__(
@@ -41,26 +46,30 @@ class PlannedReducer(DistributedDataParallel):
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[Bucket],
         sparse: Collection[str],
-        *,
-        group: dist.ProcessGroup,
-        finds_unused: bool,
-        on_bucket: Callable[[GradBucket], None],
+        communicators: Communicators,
+        what: Combination,
+        on_bucket: Callable[[int, torch.Tensor], None],
     ) -> None:
         self.__dict__["_laid_out"] = buckets, parameters, sparse  # the base class reads it before attributes may be set
+        group = communicators.beside if what.finds_unused or what.is_static else communicators.world
         with without_first_sync(model) as given:
-            super().__init__(model, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=finds_unused, **given)
+            super().__init__(model, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=what.finds_unused, **given)
         self.broadcast_buffers = False
+        self._counts = what.is_static
+        """Whether the next backward is a static graph's first."""
+        self._numbers: Iterator[int] = iter(())
+        """Numbers of the buckets to come at the end of a static graph's first backward, where torch counts none."""
         self.require_backward_grad_sync = False  # forwards prepare nothing: ``expect`` does, for a backward that is exchanged
 
         found: dict[int, torch.futures.Future[torch.Tensor]] = {}
 
         def hear(_state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            on_bucket(bucket)
-            if (done := found.get(bucket.index())) is None:
-                buffer = bucket.buffer()
+            index, buffer = next(self._numbers, bucket.index()), bucket.buffer()
+            on_bucket(index, buffer)
+            if (done := found.get(index)) is None:
                 # A future accepts results only on the devices that it was given.
                 devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
-                done = found[bucket.index()] = torch.futures.Future(devices=devices)
+                done = found[index] = torch.futures.Future(devices=devices)
                 done.set_result(buffer)  # done at once, and reused: the engine waits for the exchange
             return done
 
@@ -75,8 +84,19 @@ class PlannedReducer(DistributedDataParallel):
         """
         parameters = [*self.__dict__["_laid_out"][1].values()] if self.find_unused_parameters else []
         used = [parameter for parameter, node in zip(parameters, nodes, strict=False) if leaves_gradients([node])]
+        if self._counts:
+            if not self.static_graph:  # torch would count earlier backwards that are not exchanged
+                self._set_static_graph()  # type: ignore[no-untyped-call]  # torch's
+            end = partial(self._counted, versions(self.__dict__["_laid_out"][1].values()))
+            Variable._execution_engine.queue_callback(end)  # noqa: SLF001  # as DDP learns of the backward's end
         with torch.enable_grad():
             self.reducer.prepare_for_backward([parameter.view_as(parameter) for parameter in used or parameters])
+
+    def _counted(self, before: list[Any]) -> None:
+        """Exchange all buckets of a static graph's first backward; one that has left no gradient is not the first."""
+        if versions(self.__dict__["_laid_out"][1].values()) != before:
+            self._counts, self._numbers = False, iter(range(len(self.__dict__["_laid_out"][0])))
+            self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001  # as DDP
 
     @property
     def missing(self) -> list[int] | None:

@@ -54,7 +54,8 @@ def _torch_class(value: object, names: Collection[str]) -> str | None:
 def _refuse_wrapper(kind: str, where: str) -> NoReturn:
     what = "exchanges gradients or shards parameters by itself, and together with fleet's exchange gradients are wrong"
     hint = (
-        "give fleet.distributed_model the plain module (`ddp.module`), and call that one in the loop; "
+        "give fleet.distributed_model the plain module (`ddp.module`), and call that one in the loop; arguments such as "
+        "static_graph are fields of the strategy; "
         "Hugging Face's Trainer and Accelerate wrap the model by themselves: write the loop without them"
     )
     raise ConfigError(what, where, kind, hint)
@@ -274,7 +275,7 @@ def _refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]
         what = "was frozen (requires_grad = False) after fleet.distributed_model, and gets no gradient any more"
         hint = "call fleet.distributed_model(model) again, between two steps"
     shown = ", ".join((frozen or unused)[:5])
-    hint += ", or set strategy.find_unused_parameters = true"
+    hint += ", or set strategy.find_unused_parameters = true, or static_graph = true if no step uses them"
     raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
 
 
@@ -376,6 +377,9 @@ def refuse_uneven(what: Combination, strategy: DistributedStrategy, where: str) 
         why = "needs gradients that are averaged in every backward"
         hint = "give every trainer as many batches: DistributedSampler does so, with or without drop_last"
         raise ConfigError(why, where, "local steps, gradient merge, amp in FP16 or updates by bucket", hint)
+    if what.is_static:
+        hint = "set static_graph = false, or give every trainer as many batches"
+        raise ConfigError("cannot take part in the first backward, which counts gradients", where, "static_graph = true", hint)
     if strategy.sync_batch_norm:
         hint = "set sync_batch_norm = false, or give every trainer as many batches"
         raise ConfigError("cannot take part in the forwards of synchronised batch norms", where, "sync_batch_norm = true", hint)

@@ -152,8 +152,9 @@ def measured_part(strategy: DistributedStrategy) -> DistributedStrategy:
 
 
 def _computed(strategy: DistributedStrategy) -> DistributedStrategy:
-    """Return a strategy's compute part, with its ``find_unused_parameters``, which the loop may need."""
-    return compute_part(strategy).replace(find_unused_parameters=strategy.find_unused_parameters)
+    """Return a strategy's compute part, with its settings for unused parameters, which the loop may need."""
+    needed = {name: getattr(strategy, name) for name in ("find_unused_parameters", "static_graph")}
+    return compute_part(strategy).replace(**needed)
 
 
 def whole(strategy: DistributedStrategy) -> DistributedStrategy:

@@ -158,7 +158,7 @@ class Served:
         hint = "give the folder to the servers: fleet.init_server(FOLDER); a part of a model load before fleet.init_worker(), on rank 0"
         _refuse("fleet.load_persistables", hint)
 
-    def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any) -> None:
+    def save_inference_model(self, path: Path, example_inputs: Sequence[Any], dynamic_shapes: Any, _model: object = None) -> None:
         """Export a model with the servers' parameters, on rank 0; every trainer must call it."""
         from real.checkpoints.inference import EXPORT, export, require_name, served_copy  # others do not need it
 

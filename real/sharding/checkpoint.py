@@ -115,7 +115,7 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
             tensors = shared["tensors"].items()
             saved = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors}
             refuse_another_model(engine.model, saved | own["buffers"], found.manifest["trained"], where)
-            refuse_other_optimizers(engine.model, [engine.optimizer], [shared["optimizer"]], where)
+            refuse_other_optimizers([engine.model], [engine.optimizer], [shared["optimizer"]], where)
             keeps_apart = alike and rounds is not None and engine.rounds is not None
             read = _Rows(found, _degree(engine), meeting.rank, files, apart=keeps_apart)
             model = model_tensors(engine.model)

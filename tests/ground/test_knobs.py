@@ -48,6 +48,7 @@ ROWS: dict[str, str] = {
     "fp16_allreduce": "planned learnt",
     "bf16_allreduce": "planned learnt",
     "find_unused_parameters": "planned clock",
+    "static_graph": "planned clock",
     "broadcast_buffers": "planned learnt",
     "thread_num": "planned served clock table",
     "build_strategy.fuse_all_optimizer_ops": "planned clock table",

@@ -80,6 +80,8 @@ COMBINATIONS: dict[str, Callable[[], CollectiveTraining]] = {
     "sparse": lambda: make(sparse=True),
     "sparse on free communicators, leader, fp16 wire": lambda: make(sparse=True, fp16_allreduce=True, **LEADER, **FREE),
     "unused": lambda: make(find_unused_parameters=True, **FREE),
+    "static graph": lambda: make(static_graph=True, **FREE),
+    "static graph, merge": lambda: make(static_graph=True, **merge()),
     "update by bucket": lambda: make(**BY_BUCKET, **FREE),
     "update by bucket, reduce-scatter": lambda: make(**BY_BUCKET, **SCATTER),
     "by number": lambda: make(fusion="by_number", fuse_grad_size_in_num=2),

@@ -126,7 +126,7 @@ def struck(folder: Path, path: Path, ranks: int, *, victim: int, place: str, num
         trainee = Trainee(rank, ranks, store)
         done = 0
         if goes_on:
-            done = load(trainee.engine, trainee.meeting, path, predicate=None, resynchronize=False).step
+            done = load([trainee.engine], trainee.meeting, path, resynchronize=False).step
             _compare(trainee, history, done, "loaded")
         (folder / f"loaded-{rank}.txt").write_text(str(done), encoding="utf-8")
         for step in (done + 1, done + 2):
@@ -134,7 +134,7 @@ def struck(folder: Path, path: Path, ranks: int, *, victim: int, place: str, num
             _compare(trainee, history, step, "trained")
             if step == done + 2 and rank == victim:
                 _arm(place, number)
-            save(trainee.engine, trainee.meeting, path, extra=None)
+            save([trainee.engine], trainee.meeting, path, extra=None)
             (folder / f"saved-{rank}.txt").write_text(str(step), encoding="utf-8")
 
     found["ended"] = forked(ranks, run, folder)

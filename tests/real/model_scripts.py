@@ -435,15 +435,6 @@ def overlapping(way: Way, *, part_first: bool) -> nn.Module:
     return network
 
 
-def saved_together(way: Way) -> nn.Module:
-    """A checkpoint of two models."""
-    networks = layers(), small()
-    for network in networks:
-        way.give(SGD(way.wrap(network).parameters()))
-    way.save()
-    return nn.ModuleList(networks)
-
-
 def of_none(way: Way) -> nn.Module:
     """An optimizer of neither model."""
     networks = layers(), small()
@@ -476,12 +467,10 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
         f"a GAN, {name}": (partial(gan, keeps=False, critics=1), fields, rf"loss\.backward\(\): {SECOND}")
         for name, fields in (("merge", MERGE), ("by bucket", BY_BUCKET))
     },
-    "two models whose losses are scaled": (partial(headed, one=False), SCALED, "strategy.amp in FP16: scales one model's loss"),
     "again, between two optimizers": (between_two, {}, MIDDLE + "in the middle of a step"),
     "a part of a model": (partial(overlapping, part_first=False), {}, "fleet.distributed_model: has a parameter of another"),
     "a model around another": (partial(overlapping, part_first=True), LOCAL, "fleet.distributed_model: has a parameter of another"),
     "two models that follow a loss": (partial(headed, one=False), ADAPTIVE, "strategy.adaptive_localsgd: follows one reported loss"),
-    "two models in a checkpoint": (saved_together, {}, r"fleet.save_persistables: serves a process that trains one model \(got 2"),
     "an optimizer of no model": (of_none, {}, "fleet.distributed_optimizer: holds parameters of no distributed model"),
     "an optimizer before its model": (before_its_model, {}, "the optimizer: holds parameters that are not the distributed model's"),
     "one optimizer that two models reset": (partial(headed, one=True), RESETS, "fleet.distributed_optimizer: is one for several"),
@@ -490,7 +479,11 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
         f"uneven, {name}": (uneven, fields, r"fleet\.join: needs gradients that are averaged in every backward")
         for name, fields in (("K = 3", LOCAL), ("merge", MERGE), ("by bucket", BY_BUCKET), ("scaled", SCALED))
     },
-    "uneven, divided": (partial(uneven, divide_by_initial_world_size=False), {}, r"model\.join: divides by the trainers that go on"),
+    "uneven, divided": (
+        partial(uneven, divide_by_initial_world_size=False),
+        {},
+        r"model\.join: divides by the number of",
+    ),
     "again, in a step": (partial(in_the_middle, phase="step"), {}, MIDDLE + "in the middle of a step"),
     "again, in a step that waits": (partial(in_the_middle, phase="kept"), {}, MIDDLE + "in the middle of a step"),
     "again, before a backward": (partial(in_the_middle, phase="graph"), {}, r"loss\.backward\(\): its forward read parameters"),

@@ -70,7 +70,7 @@ def read(number: int, communicators: Communicators, meeting: Meeting, folder: Pa
         optimizer.step()
         optimizer.zero_grad()
     WAYS["load_state_dict"](network)
-    save(engine, meeting, folder / str(number), extra=None)
+    save([engine], meeting, folder / str(number), extra=None)
     (file,) = (folder / str(number)).glob("save-*/model.safetensors")
     saved = load_file(file)
     found = [torch.cat([saved[key].reshape(-1) for key, _ in network.named_parameters()]), problem.flat(network)]

@@ -38,7 +38,7 @@ def batch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Plain:
     """The usual loop. ``losses``: of every forward, evaluations too, and at the end sums over parameters and buffers."""
 
-    finds_unused, has_norm, cap_mb = False, True, 0.0005
+    finds_unused, is_static, has_norm, cap_mb = False, False, True, 0.0005
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -49,7 +49,8 @@ class Plain:
 
     def wrap(self) -> None:
         """Make ``ddp`` and the optimizer."""
-        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=self.finds_unused, bucket_cap_mb=self.cap_mb)
+        options = {"find_unused_parameters": self.finds_unused, "static_graph": self.is_static}
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=self.cap_mb, **options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
 
     def loss(self, number: int, **named: bool) -> torch.Tensor:
@@ -116,6 +117,16 @@ class Unused(Plain):
     def backward(self, number: int) -> None:
         """See ``Plain``."""
         self.loss(number, has_last=number % 2 == 0).backward()
+
+
+class Static(Plain):
+    """No loss reaches the last layer, and a static graph knows it."""
+
+    is_static = True
+
+    def backward(self, number: int) -> None:
+        """See ``Plain``."""
+        self.loss(number, has_last=False).backward()
 
 
 class Accumulate(Plain):
@@ -253,7 +264,7 @@ class Compiled(Plain):
         self.ddp.compile(backend="eager")
 
 
-KINDS = (Plain, Early, Several, Unused, Accumulate, Flag, Apart, Closure, Manual, Evaluate, Modes, Join, Twice, Compiled)
+KINDS = (Plain, Early, Several, Unused, Static, Accumulate, Flag, Apart, Closure, Manual, Evaluate, Modes, Join, Twice, Compiled)
 LOOPS = {kind.__name__: kind for kind in KINDS}
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ CASES = (
     Case("loss scale", {**SEVERAL, "amp": True, "amp_configs": _SCALING}, saved=6, dtype="float32"),
     Case("loss scale, merge of 2", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_merge(2)}, dtype="float32"),
     Case("loss scale, Local SGD", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_K4}, saved=6, dtype="float32"),
+    Case("synchronous, static graph", {**SEVERAL, "static_graph": True}),
 )
 EPOCH = 5
 """Steps of an epoch, where a case counts them."""

@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from fleetbench.errors import FleetbenchError
 from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.meeting import Meeting
-from real.checkpoints.saving import SumsDropped, load, save
+from real.checkpoints.saving import SumsDropped, load, load_some, save
 from real.communication.communicators import Communicators
 from real.engine.engine import Engine
 
@@ -153,9 +153,9 @@ def train(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[
         found |= undisturbed.end()  # what is in flight must have gone before another engine's collectives
         disturbed = Trainee(case, communicators, 1)
         disturbed.train(1, case.saved - 1)
-        save(disturbed.engine, meeting, folder / case.name, extra=None)
+        save([disturbed.engine], meeting, folder / case.name, extra=None)
         disturbed.train(case.saved, case.saved)
-        save(disturbed.engine, meeting, folder / case.name, extra=disturbed.extra)
+        save([disturbed.engine], meeting, folder / case.name, extra=disturbed.extra)
         disturbed.train(case.saved + 1, STEPS)
         found |= {f"disturbed {name}": value for name, value in disturbed.end().items()}
         reading = Trainee(case, communicators, 1)
@@ -170,7 +170,7 @@ def resume(folder: Path, communicators: Communicators, meeting: Meeting) -> dict
     for case in _chosen(communicators):
         other = Trainee(case, communicators, 2)
         other.train(1, 3)  # what it has learnt by itself must not show
-        loaded = load(other.engine, meeting, folder / case.name, predicate=None, resynchronize=False)
+        loaded = load([other.engine], meeting, folder / case.name, resynchronize=False)
         assert loaded.step == case.saved - case.skips
         assert not loaded.missing
         other.take(loaded.extra)
@@ -187,9 +187,9 @@ def _read_at_once(case: Case, path: Path, communicators: Communicators, meeting:
     fresh.engine.flush()
     fresh.engine.end_epoch()
     for source in (path, path.with_name(f"{case.name}, saved again")):
-        extra = load(fresh.engine, meeting, source, predicate=None, resynchronize=False).extra
+        extra = load([fresh.engine], meeting, source, resynchronize=False).extra
         if source == path:
-            save(fresh.engine, meeting, path.with_name(f"{case.name}, saved again"), extra=extra)
+            save([fresh.engine], meeting, path.with_name(f"{case.name}, saved again"), extra=extra)
     fresh.take(extra)
     return fresh.read()
 
@@ -210,7 +210,7 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
         trainee = Trainee(by_name[name], communicators, 2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SumsDropped)
-            loaded = load(trainee.engine, meeting, folder / name, predicate=None, resynchronize=True)
+            loaded = load([trainee.engine], meeting, folder / name, resynchronize=True)
         found[f"{name}/begin"] = trainee.everything()
         found[f"{name}/parameters"] = problem.flat(trainee.model).numpy().copy()
         found[f"{name}/warned"] = np.array(sum(issubclass(warning.category, SumsDropped) for warning in caught))
@@ -219,11 +219,11 @@ def anew(folder: Path, communicators: Communicators, meeting: Meeting) -> dict[s
         found[f"{name}/end"] = problem.flat(trainee.model).numpy().copy()
     by_two = Trainee(case, communicators, 1)
     by_two.train(1, case.saved)
-    save(by_two.engine, meeting, folder / "by two", extra=by_two.extra)
+    save([by_two.engine], meeting, folder / "by two", extra=by_two.extra)
     by_two.end()
     other = Trainee(case, communicators, 2, gradient_merge=True, gradient_merge_configs={"k_steps": 2})
     found["another strategy refused"] = np.array([_refused(other, meeting, folder / "by two")])
-    loaded = load(other.engine, meeting, folder / "by two", predicate=None, resynchronize=True)
+    loaded = load([other.engine], meeting, folder / "by two", resynchronize=True)
     other.train(loaded.step + 1, STEPS)
     found["another strategy"] = problem.flat(other.model).numpy().copy()
     found["updates"] = np.array(other.engine.num_updates)
@@ -238,13 +238,13 @@ def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Me
     trainee.train(1, 3)
     found = {}
     own = folder / f"elsewhere {communicators.rank}"
-    found["elsewhere"] = _message(lambda: save(trainee.engine, meeting, own, extra=None))
+    found["elsewhere"] = _message(lambda: save([trainee.engine], meeting, own, extra=None))
     blocked = folder / "blocked"
     if communicators.rank == 0:
         blocked.write_text("a file, where a folder is to be")
-    found["blocked"] = _message(lambda: save(trainee.engine, meeting, blocked, extra=None))
+    found["blocked"] = _message(lambda: save([trainee.engine], meeting, blocked, extra=None))
     damaged = folder / "damaged"
-    save(trainee.engine, meeting, damaged, extra=None)
+    save([trainee.engine], meeting, damaged, extra=None)
     if communicators.rank == 0:
         (part,) = damaged.glob("save-*/rank-00001.pt")
         data = bytearray(part.read_bytes())
@@ -252,7 +252,7 @@ def _misuses(case: Case, folder: Path, communicators: Communicators, meeting: Me
         part.write_bytes(bytes(data))
     meeting.gather([0])
     before = trainee.everything()
-    found["damaged"] = _message(lambda: load(trainee.engine, meeting, damaged, predicate=None, resynchronize=False))
+    found["damaged"] = _message(lambda: load([trainee.engine], meeting, damaged, resynchronize=False))
     found["changed"] = np.array(not np.array_equal(before, trainee.everything()))
     trainee.engine.close()
     return found | _partly(case, folder / "partly", communicators, meeting)
@@ -263,9 +263,9 @@ def _partly(case: Case, folder: Path, communicators: Communicators, meeting: Mee
     rank = communicators.rank
     trainee = Trainee(case, communicators, 1)
     trainee.train(1, 6)
-    save(trainee.engine, meeting, folder, extra=None)
+    save([trainee.engine], meeting, folder, extra=None)
     other = Trainee(case, communicators, 2)
-    load(other.engine, meeting, folder, predicate=lambda _: True, resynchronize=False)
+    load_some(other.engine, meeting, folder, lambda _: True)
     found = {"partly, some": torch.cat([tensor.reshape(-1).double() for tensor in other.model.state_dict().values()]).numpy().copy()}
     here = folder / f"disk of {rank}"
     here.mkdir()
@@ -273,7 +273,7 @@ def _partly(case: Case, folder: Path, communicators: Communicators, meeting: Mee
     before = other.everything()
     with contextlib.chdir(here):
         trunk = Path("trunk.safetensors")
-        found["other files"] = _message(lambda: load(other.engine, meeting, trunk, predicate=lambda _: True, resynchronize=False))
+        found["other files"] = _message(lambda: load_some(other.engine, meeting, trunk, lambda _: True))
     found["other files changed"] = np.array(not np.array_equal(before, other.everything()))
     other.engine.close()
     trainee.engine.close()
@@ -288,7 +288,7 @@ def _refusal(case: Case, communicators: Communicators, meeting: Meeting, path: P
 
 
 def _refused(trainee: Trainee, meeting: Meeting, path: Path) -> str:
-    return str(_message(lambda: load(trainee.engine, meeting, path, predicate=None, resynchronize=False)))
+    return str(_message(lambda: load([trainee.engine], meeting, path, resynchronize=False)))
 
 
 def _message(call: Any) -> Any:

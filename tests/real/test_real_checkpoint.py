@@ -24,7 +24,7 @@ from fleetbench.digests import sealed_json
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from real.checkpoints import checkpoint
 from real.checkpoints.checkpoint import MANIFEST, MODEL, Draft, last_save, model_file, open_save, read_part, write_part
-from real.checkpoints.saving import Loaded, load, save
+from real.checkpoints.saving import Loaded, load, load_some, save
 
 ALONE = AloneMeeting()
 
@@ -43,7 +43,7 @@ def trained(model: nn.Module, path: Path, steps: int = 3, **fields: object) -> d
     with Training(model, **fields) as training:
         for _ in range(steps):
             training.step(torch.randn(5, 3))
-        save(training.engine, ALONE, path, extra={"epoch": 2})
+        save([training.engine], ALONE, path, extra={"epoch": 2})
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -51,13 +51,15 @@ def go_on(model: nn.Module, path: Path, **options: Any) -> Loaded:
     """Load into another training."""
     predicate, anew = options.pop("predicate", None), options.pop("resynchronize", False)
     with Training(model, **options) as training:
-        return load(training.engine, ALONE, path, predicate=predicate, resynchronize=anew)
+        if predicate is not None:
+            return load_some(training.engine, ALONE, path, predicate)
+        return load([training.engine], ALONE, path, resynchronize=anew)
 
 
 def through(value: object, folder: Path) -> Any:
     """What a save of a value as ``extra`` gives back."""
     with Training(mlp()) as training:
-        save(training.engine, ALONE, folder, extra=value)
+        save([training.engine], ALONE, folder, extra=value)
     return go_on(mlp(), folder).extra
 
 
@@ -210,7 +212,7 @@ class TestPlain:
         one, other = kinds[scheduler](first), kinds[scheduler](second)
         advance(first, one, 5)
         with Training(model, first) as training:
-            save(training.engine, ALONE, tmp_path, extra=one.state_dict())
+            save([training.engine], ALONE, tmp_path, extra=one.state_dict())
         other.load_state_dict(go_on(model, tmp_path, optimizer=second).extra)
         assert advance(second, other, 6) == advance(first, one, 6)
 
@@ -221,7 +223,7 @@ class TestOptimizer:
     @staticmethod
     def _go_on(model: nn.Module, first: torch.optim.Optimizer, second: torch.optim.Optimizer, folder: Path) -> None:
         with Training(model, first) as training:
-            save(training.engine, ALONE, folder, extra=None)
+            save([training.engine], ALONE, folder, extra=None)
         go_on(model, folder, optimizer=second)
 
     def test_state_that_is_wider_than_its_parameter_stays_so(self, tmp_path: Path) -> None:
@@ -267,9 +269,9 @@ class TestOptimizer:
         with Training(model) as training:
             training.step(torch.randn(5, 3).bfloat16())
             training.optimizer.state[model.weight]["history"] = [numbers, {"last": numbers}]
-            save(training.engine, ALONE, tmp_path, extra=None)
+            save([training.engine], ALONE, tmp_path, extra=None)
         with Training(model) as training:
-            load(training.engine, ALONE, tmp_path, predicate=None, resynchronize=anew)
+            load([training.engine], ALONE, tmp_path, resynchronize=anew)
             first, second = training.optimizer.state[model.weight]["history"]
             assert torch.equal(first, numbers)
             assert torch.equal(second["last"], numbers)
@@ -429,7 +431,7 @@ class TestModelFile:
         """It is found; with a bit changed it is refused, though it is still a file of weights."""
         model = mlp()
         with Training(model) as training:
-            save(training.engine, ALONE, tmp_path, extra=None)
+            save([training.engine], ALONE, tmp_path, extra=None)
         file = model_file(tmp_path)
         assert load_file(file).keys() == model.state_dict().keys()
         data = bytearray(file.read_bytes())
@@ -509,7 +511,7 @@ class TestMisfits:
         with Training(mlp()) as training:
             training.model(torch.randn(5, 3)).sum().backward()
             with pytest.raises(ConfigError, match="in the middle of a step"):
-                save(training.engine, ALONE, tmp_path, extra=None)
+                save([training.engine], ALONE, tmp_path, extra=None)
 
     def test_a_damaged_disk_leaves_the_training_alone(self, tmp_path: Path) -> None:
         """A folder that takes no file is the environment's fault; training goes on."""
@@ -517,7 +519,7 @@ class TestMisfits:
         with Training(mlp()) as training:
             training.step(torch.randn(5, 3))
             with pytest.raises(EnvironmentLacks, match="cannot be written"):
-                save(training.engine, ALONE, tmp_path / "file" / "below", extra=None)
+                save([training.engine], ALONE, tmp_path / "file" / "below", extra=None)
             training.step(torch.randn(5, 3))
 
 
@@ -585,7 +587,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     first, second = tied(), tied()
     with Training(first) as training:
         training.step(torch.randn(5, 3))
-        save(training.engine, ALONE, tmp_path, extra=None)
+        save([training.engine], ALONE, tmp_path, extra=None)
     assert set(load_file(model_file(tmp_path))) == {"0.weight", "0.bias", "1.bias"}
     go_on(second, tmp_path)
     assert torch.equal(second[1].weight, first[0].weight)
@@ -606,11 +608,11 @@ def test_a_pruned_model_goes_on_as_if_nothing_was(tmp_path: Path, fields: dict[s
     with Training(pruned(0.5), **fields) as training:
         for number, batch in enumerate(batches):
             if number == 4:
-                save(training.engine, ALONE, tmp_path, extra=None)
+                save([training.engine], ALONE, tmp_path, extra=None)
             training.step(batch)
         found.append({name: value.clone() for name, value in training.model.state_dict().items()})
     with Training(pruned(0.25), **fields) as training:
-        load(training.engine, ALONE, tmp_path, predicate=None, resynchronize=False)
+        load([training.engine], ALONE, tmp_path, resynchronize=False)
         for batch in batches[4:]:
             training.step(batch)
         found.append(training.model.state_dict())
@@ -632,4 +634,4 @@ def test_a_model_that_is_pruned_or_made_plain_in_between_is_not_saved_under_othe
             prune.l1_unstructured(model.first, "weight", 0.5)  # type: ignore[arg-type]  # see above
         training.step(torch.randn(5, 3))
         with pytest.raises(ConfigError, match=r"fleet.save_persistables: parameter first.weight.*has another name"):
-            save(training.engine, ALONE, tmp_path, extra=None)
+            save([training.engine], ALONE, tmp_path, extra=None)

@@ -166,8 +166,8 @@ def test_another_strategy_is_refused_or_begins_anew(anew: list[Arrays]) -> None:
 def test_what_one_rank_cannot_do_is_an_error_on_all(anew: list[Arrays]) -> None:
     """Other folders, a disk that takes nothing and a damaged part end on every rank, in words; nothing has been loaded then."""
     first, second = anew
-    assert "rank 1 saves elsewhere" in str(first["elsewhere"])
-    assert "rank 1 saves elsewhere" in str(second["elsewhere"])
+    assert "rank 1 saves to another folder" in str(first["elsewhere"])
+    assert "rank 1 saves to another folder" in str(second["elsewhere"])
     assert "cannot be written" in str(first["blocked"])
     assert "rank 0 could not do its part" in str(second["blocked"])
     assert "rank 1 could not do its part" in str(first["damaged"])

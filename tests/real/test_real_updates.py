@@ -219,10 +219,10 @@ def test_training_goes_on_from_a_save(engines: Engines, tmp_path: Path, name: st
     whole = train(*engines(of, AloneTrainer(), **fields), 0, 9)
     saved = engines(of, AloneTrainer(), **fields)
     train(*saved, 0, 5)
-    save(saved[0], ALONE, tmp_path, extra=None)
+    save([saved[0]], ALONE, tmp_path, extra=None)
     engine, optimizers = engines(of, AloneTrainer(), **fields)
     train(engine, optimizers, 3, 5)
-    assert load(engine, ALONE, tmp_path, predicate=None, resynchronize=False).step == 5
+    assert load([engine], ALONE, tmp_path, resynchronize=False).step == 5
     assert torch.equal(train(engine, optimizers, 5, 9), whole)
 
 
@@ -239,10 +239,10 @@ def test_training_goes_on_from_a_save(engines: Engines, tmp_path: Path, name: st
 )
 def test_other_optimizers_than_those_saved_are_refused(engines: Engines, tmp_path: Path, of: Any, said: str) -> None:
     """By number, and by kind, in the order in which fleet was given them."""
-    save(engines(communicators=AloneTrainer())[0], ALONE, tmp_path, extra=None)
+    save([engines(communicators=AloneTrainer())[0]], ALONE, tmp_path, extra=None)
     engine, _ = engines(of, AloneTrainer())
     with pytest.raises(ConfigError) as caught:
-        load(engine, ALONE, tmp_path, predicate=None, resynchronize=False)
+        load([engine], ALONE, tmp_path, resynchronize=False)
     assert said in str(caught.value)
 
 

@@ -166,4 +166,6 @@ def test_unused_parameters_cost_a_small_all_reduce() -> None:
     asked = simulate(layered(layers, inter=link(8, 10), strategy={"find_unused_parameters": True}))
     assert in_ns(asked, "exposed_comm_s") == [ns + 22 for ns in in_ns(plain, "exposed_comm_s") if ns is not None]
     assert asked.summary.bytes_sent_per_trainer == plain.summary.bytes_sent_per_trainer + 2
+    static = simulate(layered(layers, inter=link(8, 10), strategy={"static_graph": True}))
+    assert in_ns(static, "exposed_comm_s") == in_ns(plain, "exposed_comm_s")  # the first backward of a training is no step's
     assert carried_ns(asked)["all_reduce unused"] == (3_840, 3_862)
