@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import pandas as pd
 from sim_cases import layered, link, profiled, with_profile
 
-from fleetbench.cluster import Cluster, NodeOverride, Racks
+from fleetbench.cluster import Cluster, NodeOverride, Racks, Site
 from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment, check_strategy
@@ -187,9 +188,10 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
 
 
 def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
-    """A cluster's network, racks, nodes that differ, and stragglers."""
+    """A cluster's network, racks, sites, nodes that differ, and stragglers."""
     nodes = cluster.nodes
     pick, any_node = random.choice, random.randrange(nodes)
+    collective = pick(["ring", "ring", "ring", *ALGORITHMS])
     overrides = [
         NodeOverride(
             nodes=(random.randrange(nodes),),
@@ -222,10 +224,18 @@ def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
         "racks": Racks(nodes=random.randint(1, 3), oversubscription=pick([1.0, 1.7, 6.0])) if random.random() < 0.25 else None,
         "node_overrides": (*cluster.node_overrides, *overrides),
         "stragglers": tuple(random.sample(kinds, pick([0, 0, 1, 1, 2, 3]))),
-        "collective": pick(["ring", "ring", "ring", *ALGORITHMS]),
+        "collective": collective,
         "cores_per_node": pick([16, 16, 2]),
         "first_exchange": Nanoseconds(pick([0, 0, 0, 350])),
+        "sites": () if collective.startswith("nccl-") or random.random() < 0.7 else sites(random, nodes),
     }
+
+
+def sites(random: Random, nodes: int) -> tuple[Site, ...]:
+    """Sites of a random number of nodes, with links that differ by direction, and some that lose packets."""
+    bounds = [0, *sorted(random.sample(range(1, nodes), random.randrange(nodes))), nodes]
+    links = [link(2.2, 900), link(9, 40), dataclasses.replace(link(4, 300), loss=random.choice([0.0001, 0.02]))]
+    return tuple(Site(nodes=end - begin, up=random.choice(links), down=random.choice([None, *links])) for begin, end in pairwise(bounds))
 
 
 def run_fields(random: Random) -> dict[str, Any]:
@@ -300,7 +310,7 @@ def built(random: Random, model: Layers, options: dict[str, Any], scale: int, *,
         table["loaders"] = pick([0] * 19 + [1])  # the vector engine leaves both together to the reference
     measured = random.random() < 0.15
     if measured:
-        options = options | {"inter": None, "collective": pick(["measured", "ring", "gloo"])}
+        options = options | {"inter": None, "collective": pick(["measured", "ring", "gloo"]), "sites": ()}
     experiment, profile = profiled(model.rows, table, **options)
     sparse = frozenset(index for index in range(len(model.rows)) if random.random() < 0.15)
     changed = profile if is_dense else dataclasses.replace(profile, tables=tuple(with_kinds(random, own, sparse) for own in profile.tables))
