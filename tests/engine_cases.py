@@ -134,6 +134,7 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
     number, period = pick([1, 1, 2, 3]), pick([1, 2, 3])
     rounds = {"fragments": number, "k_steps": number * period, "overlap_steps": random.randrange(period), "mixing": pick([0.0, 0.5])}
     fragments = {**outer, **rounds, "begin_step": pick([1, 1, 3])}
+    workers = {"worker_trainers": pick([number for number in range(1, trainers + 1) if trainers % number == 0])}
     adaptive = {
         "variant": pick(["fleet", "paper", "document", "qsr"]),
         "init_k_steps": pick([1, 2, 4]),
@@ -166,9 +167,9 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
     )
     return [
         {"fuse_all_reduce_ops": True} | fusion,
-        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | averaging),
-        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | outer),
-        some(0.3, localsgd=True, localsgd_configs=fragments),
+        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | averaging | pick([{}, workers])),
+        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | outer | pick([{}, workers])),
+        some(0.3, localsgd=True, localsgd_configs=fragments | pick([{}, workers])),
         some(0.3, adaptive_localsgd=True, adaptive_localsgd_configs=adaptive | pick([averaging, outer])),
         some(0.4, gradient_merge=True, gradient_merge_configs=merge),
         some(0.4, amp=True, amp_configs=scaling),

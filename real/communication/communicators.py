@@ -329,13 +329,15 @@ class Communicators:
             )
             self._run(call, group, communicator)
 
-    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
-        """Start to replace ``tensor`` with its mean over all ranks.
+    def start_average(
+        self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None, group: str = "world"
+    ) -> Started:
+        """Start to replace ``tensor`` with its mean over this rank's part of ``group``.
 
         ``ended`` runs on the backend's thread when this ends or fails.
         """
         with self.errors():
-            work = average(tensor, self.trainers, group=self._group("world", communicator), async_op=True)
+            work = average(tensor, len(self.part(group)), group=self._group(group, communicator), async_op=True)
         assert work is not None, "this rank is not in the group"
         if ended is not None:
             work.get_future().add_done_callback(lambda _: ended())

@@ -148,7 +148,8 @@ class Engine:
             scale=lambda: self.loss_scale,
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
-        communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num)
+        grouped = strategy.worker_trainers > 1  # a communicator more averages while the others carry gradients
+        communicators.prove((1 if strategy.sync_nccl_allreduce and not grouped else strategy.nccl_comm_num) + grouped)
         self._outside: OutsideChanges | None = None
         if self.executor.parts:
             host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
@@ -325,7 +326,7 @@ class Engine:
         plan = self._planning.plan(order)
         if state is not None and plan.buffers_nbytes:
             self._planning.take_buffers()
-        self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
+        self.communicators.require(self.strategy.nccl_comm_num + (self.strategy.worker_trainers > 1), plan.parts)
         agree_on([plan.digest], "the plan of exchanges", self.communicators)
         if state is None:  # all ranks start from rank 0's parameters and buffers
             for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -336,7 +337,7 @@ class Engine:
         self._reducer = None  # frees its buffers before new ones are made
         what = strategy.combination
         knows_all = not (what.merges and what.finds_unused)  # the Reducer finds unused parameters of a single backward
-        if self.communicators.trainers > 1 and not what.is_local and knows_all:
+        if self.communicators.trainers > 1 and what.exchanges_gradients and knows_all:
             self._reducer = PlannedReducer(
                 self.model,
                 self._parameters,
@@ -446,7 +447,7 @@ class Engine:
             self._phase, self._holds = Phase.KEPT, True
             return
         self._behind, self._phase = self._phase, Phase.BACKWARD
-        is_alone = self.executor.combination.is_local and not self._is_passed
+        is_alone = not self.executor.combination.exchanges_gradients and not self._is_passed
         self._dropped = self._behind == Phase.UPDATE and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()

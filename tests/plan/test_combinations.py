@@ -102,7 +102,7 @@ SWITCHES: dict[str, Switch] = {
         variants=({"nccl_comm_num": 2, "sync_nccl_allreduce": False},),
         called=("nccl_comm_num", "sync_nccl_allreduce"),
         shows=lambda run: (
-            bool(run.plan.fragments) or (len(run.plan.leaves) == 2 and {operation.communicator for operation in run.operations} == {0, 1})
+            bool(run.plan.fragments) or (len(run.plan.leaves) >= 2 and {operation.communicator for operation in run.operations} >= {0, 1})
         ),
     ),
     "fusion by cost": Switch(
@@ -201,6 +201,15 @@ SWITCHES: dict[str, Switch] = {
         called=("sharding",),
         shows=lambda run: (
             {"all_gather", "reduce_scatter"} <= {operation.kind for operation in run.operations if operation.group == "shard"}
+        ),
+        is_dense=True,
+    ),
+    "workers of trainers": Switch(
+        variants=(_local(worker_trainers=2),),
+        called=("Local SGD", "localsgd", "worker_trainers"),
+        shows=lambda run: (
+            {(operation.kind, operation.group, operation.payload) for operation in run.operations}
+            >= {("all_reduce", "inner", "gradient"), ("all_reduce", "outer", "delta"), ("all_gather", "inner", "delta")}
         ),
         is_dense=True,
     ),
