@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,18 +55,25 @@ def sharded_case_of(seed: int) -> Case:
     """The random experiment number ``seed`` with a sharded strategy, of dense gradients of one type."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _case(Random(seed), is_sharded=True)  # noqa: S311  # as above
+        return _case(Random(seed), sharding)  # noqa: S311  # as above
 
 
-def _case(random: Random, *, is_sharded: bool = False) -> Case:
+def workers_case_of(seed: int) -> Case:
+    """The random experiment number ``seed`` of workers of several trainers, with dense gradients of one type."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _case(Random(seed), workers)  # noqa: S311  # as above
+
+
+def _case(random: Random, kind: Callable[[Random, int], dict[str, Any]] | None = None) -> Case:
     nodes, per_node = random.choice(CLUSTERS)
     own = (NodeOverride(nodes=(random.randrange(nodes),), trainers=random.randint(1, 5)),) if random.random() < 0.2 else ()
     cluster = Cluster(nodes=nodes, trainers_per_node=per_node, node_overrides=own)
     scale = random.choice([10**9, 10**11, 10**13, 10**14]) if random.random() < 0.05 else 1
     options = {**cluster_fields(random, cluster), **run_fields(random)}
-    always = sharding(random, cluster.trainers) if is_sharded else {}
+    always = {} if kind is None else kind(random, cluster.trainers)
     strategy = strategy_of(random, Workload(**options["also"], model="mlp"), cluster, always)
-    experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale, is_dense=is_sharded)
+    experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale, is_dense=kind is not None)
     named = experiment if profile is None else with_profile(experiment, profile)
     return Case(experiment=named, overflows=frozenset(step for step in range(-2, 12) if random.random() < 0.3))
 
@@ -87,11 +94,26 @@ def sharding(random: Random, trainers: int) -> dict[str, Any]:
     return {"sharding": True, "sharding_configs": configs | ({"param_dtype": "bfloat16"} if short else {}), **short}
 
 
+def workers(random: Random, trainers: int) -> dict[str, Any]:
+    """Fields of workers of several trainers, where their number allows it."""
+    pick = random.choice
+    number, period = pick([1, 1, 2]), pick([1, 2, 3])
+    configs = {
+        "worker_trainers": pick([each for each in range(2, trainers // 2 + 1) if trainers % each == 0] or [1]),
+        "k_steps": number * period,
+        "outer_momentum": 0.9,
+    }
+    own = pick([{"fragments": number, "overlap_steps": random.randrange(period), "mixing": pick([0.0, 0.5])}, {"begin_step": 3}])
+    return {"localsgd": True, "localsgd_configs": configs | own}
+
+
 def strategy_of(random: Random, workload: Workload, cluster: Cluster, always: dict[str, Any]) -> dict[str, Any]:
     """A strategy that has as many of its random parts, in random order, as go together, with some fields ``always``."""
     found = {"fuse_all_reduce_ops": True} | always if always else {}
     parts = strategy_parts(random, cluster.trainers)
     for part in random.sample(parts, len(parts)):
+        if "localsgd" in always and "localsgd" in part:
+            continue
         wanted = found | part | {"build_strategy": found.get("build_strategy", {}) | part.get("build_strategy", {})}
         try:
             check_strategy(DistributedStrategy.from_dict(wanted), workload, cluster)
