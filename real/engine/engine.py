@@ -447,7 +447,7 @@ class Engine:
             self._phase, self._holds = Phase.KEPT, True
             return
         self._behind, self._phase = self._phase, Phase.BACKWARD
-        is_alone = not self.executor.combination.exchanges_gradients and not self._is_passed
+        is_alone = self.executor.combination.is_local and not self._is_passed
         self._dropped = self._behind == Phase.UPDATE and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
