@@ -53,7 +53,7 @@ class Link(Config):
     """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default,
     from NCCL's model: 14 us plus twice ``latency`` for each message between nodes, and at least 9.5 us for a
     ring's step, as on InfiniBand. On Slingshot, 42 and 48 us were measured."""
-    loss: float = 0.0
+    loss: float | None = None
     """Share of packets that are lost. It limits each TCP connection to 1448 bytes / RTT * sqrt(3 / 2 / ``loss``),
     where RTT is the latency there and back (Mathis et al. 1997)."""
 

@@ -203,7 +203,7 @@ def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, s
     for place, *links in (("cluster", cluster.intra, cluster.inter), *overrides):
         for kind, link in zip(("intra", "inter"), links, strict=True):
             yield link is not None and link.flow_limit is not None, f"{place}.{kind}.flow_limit", why
-            yield link is not None and link.loss > 0, f"{place}.{kind}.loss", why
+            yield link is not None and bool(link.loss), f"{place}.{kind}.loss", why
 
 
 @dataclass(frozen=True, kw_only=True)

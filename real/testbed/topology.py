@@ -195,7 +195,7 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
             )
             skipped.append(skip(name, f"{why}: only the machine's own latency remains"))
         declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit, "loss": link.loss}
-        built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,), "loss": (0.0,)}
+        built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,), "loss": (None, 0.0)}
         skipped += [
             skip(
                 name.replace("latency", field),

@@ -137,4 +137,4 @@ def _infinite(link: Link | None) -> Link | None:
 
 
 def _unlimited(link: Link) -> Link:
-    return dataclasses.replace(link, bandwidth=INFINITE, flow_limit=None, loss=0.0)
+    return dataclasses.replace(link, bandwidth=INFINITE, flow_limit=None, loss=None)

@@ -216,7 +216,7 @@ class Links:
 
     def _connection(self, sender: int, receiver: int, links: Sequence[Link]) -> tuple[Port, int] | None:
         limits: list[int] = [link.flow_limit for link in links if link.flow_limit is not None]
-        if loss := 1 - math.prod(1 - link.loss for link in links):
+        if loss := 1 - math.prod(1 - (link.loss or 0) for link in links):
             there, back = (self._path(self.node(a), self.node(b))[0] for a, b in ((sender, receiver), (receiver, sender)))
             limits.append(loss_limit(loss, there + back))
         return (("connection", sender, f"to {receiver} by {self.communicator}"), min(limits)) if limits else None
