@@ -148,8 +148,7 @@ class Engine:
             scale=lambda: self.loss_scale,
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
-        grouped = strategy.worker_trainers > 1  # a communicator more averages while the others carry gradients
-        communicators.prove((1 if strategy.sync_nccl_allreduce and not grouped else strategy.nccl_comm_num) + grouped)
+        communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num, beside=strategy.worker_trainers > 1)
         self._outside: OutsideChanges | None = None
         if self.executor.parts:
             host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
