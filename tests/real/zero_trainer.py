@@ -77,7 +77,7 @@ class ZeroTrainer:
             self._update_lane = ThreadLane("update")
         return self._update_lane
 
-    def prove(self, together: int) -> None:
+    def prove(self, together: int, *, beside: bool = False) -> None:
         """See ``Communicators``."""
 
     def order_lanes(self) -> None:
