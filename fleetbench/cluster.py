@@ -18,6 +18,8 @@ from fleetbench.stragglers import LARGEST, Straggler
 LEAST_MTU, LARGEST_MTU, LARGEST_VERBS_MTU = 256, 65_535, 4096
 """Limits in bytes: InfiniBand's smallest MTU, the largest IPv4 packet, and the largest MTU of InfiniBand and
 RoCE."""
+MOST_LOSS = 0.1
+"""Largest share of lost packets. Above it, TCP's timeouts count more than its window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,9 @@ class Link(Config):
     """Least time of a ring's step, and of a tree's hop, in NCCL's Simple protocol between nodes. Default,
     from NCCL's model: 14 us plus twice ``latency`` for each message between nodes, and at least 9.5 us for a
     ring's step, as on InfiniBand. On Slingshot, 42 and 48 us were measured."""
+    loss: float | None = None
+    """Share of packets that are lost. It limits each TCP connection to 1448 bytes / RTT * sqrt(3 / 2 / ``loss``),
+    where RTT is the latency there and back (Mathis et al. 1997)."""
 
     def carried(self, backend: str, *, between_nodes: bool) -> Link:
         """Return this link without framing: its bandwidth is the rate at which this link carries payload.
@@ -71,6 +76,7 @@ class Link(Config):
             payload=True,
             simple_latency=self.simple_latency,
             flow_limit=None if self.flow_limit is None else BitsPerSecond(max(1, round(self.flow_limit * share))),
+            loss=self.loss,
         )
 
     def _validate(self) -> None:
@@ -78,6 +84,10 @@ class Link(Config):
         at_least(self, 0, "efficiency", most=1, above=True)
         at_least(self, 0, "latency", "simple_latency")
         at_least(self, LEAST_MTU, "mtu", most=LARGEST_MTU)
+        at_least(self, 0, "loss", most=MOST_LOSS)
+        if self.loss and (not self.latency or self.framing not in (None, "tcp") or self.mtu not in (None, DEFAULT_MTU["tcp"])):
+            what = "slows TCP connections by their round trip, and needs a latency, TCP and packets of 1500 bytes"
+            raise ConfigError(what, "loss", repr(self.loss), 'for example latency = "10 ms", without framing and mtu')
         if self.payload and (self.framing is not None or self.mtu is not None or self.efficiency is not None):
             hint = "drop framing, mtu and efficiency, or payload"
             raise ConfigError("payload = true excludes framing, mtu and efficiency", "payload", "true", hint)
@@ -111,6 +121,23 @@ class Racks(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "oversubscription")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site(Config):
+    """Site of consecutive nodes, such as a data centre. Its nodes share its link to the other sites."""
+
+    nodes: int
+    """Number of nodes of the site. Sites have their nodes in the order of the list."""
+    up: Link
+    """Link from the site to the others. Framing is that of ``tcp`` by default, with any backend."""
+    down: Link | None = None
+    """Link from the others to the site. Default: as ``up``."""
+    count: int = 1
+    """Number of such sites, one after the other."""
+
+    def _validate(self) -> None:
+        at_least(self, 1, "nodes", "count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +232,9 @@ class Cluster(Config):
     memory suffices."""
     racks: Racks | None = None
     """Racks with oversubscribed uplinks."""
+    sites: tuple[Site, ...] = ()
+    """Sites, with links between them. A message from one to another also passes the ``up`` of its sender's site and
+    the ``down`` of its receiver's, and takes their latencies in addition. By default all nodes are in one place."""
     node_overrides: tuple[NodeOverride, ...] = ()
     """Settings of some nodes that differ from those of the others."""
     stragglers: tuple[Straggler, ...] = ()
@@ -272,11 +302,23 @@ class Cluster(Config):
             raise ConfigError(
                 "server i shares node i, and there are more servers than nodes", "servers", repr(self.servers), f"at most {self.nodes}"
             )
+        self._refuse_sites()
         for index, override in enumerate(self.node_overrides):
             _refuse_unknown(override.nodes, self.nodes, "node", f"node_overrides[{index}].nodes")
         for index, entry in enumerate(self.stragglers):
             _refuse_unknown(getattr(entry, "ranks", ()), self.trainers, "rank", f"stragglers[{index}].ranks")
             _refuse_unknown(getattr(entry, "nodes", ()), self.nodes, "node", f"stragglers[{index}].nodes")
+
+    def _refuse_sites(self) -> None:
+        """Raise ``ConfigError`` for sites that do not hold all nodes, or whose links a collective's model ignores."""
+        held = sum(site.count * site.nodes for site in self.sites)
+        if self.sites and held != self.nodes:
+            hint = f"{self.nodes} nodes in all, or nodes = {held}"
+            raise ConfigError(f"do not hold the {self.nodes} nodes of the cluster", "sites", f"{held} nodes", hint)
+        if self.sites and (self.collective == "measured" or self.collective.startswith("nccl-")):
+            hint = 'set collective = "ring", or "gloo" if gloo carries the collectives'
+            what = "takes times of whole collectives, in which links between sites have no place"
+            raise ConfigError(what, "collective", repr(self.collective), hint)
 
 
 def _refuse_unknown(numbers: Iterable[int], count: int, what: str, where: str) -> None:

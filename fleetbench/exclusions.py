@@ -24,6 +24,7 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
     int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
     alone = "blocks follow one another on one communicator"
     cut, averages = own.localsgd and local.has_fragments, own.is_local and not own.has_outer
+    grouped, workers = own.worker_trainers > 1, "worker_trainers above 1"
     return (
         (own.localsgd and own.adaptive_localsgd, "localsgd", "adaptive_localsgd", "only one of them can decide when trainers synchronise"),
         (own.fp16_allreduce and own.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
@@ -59,6 +60,12 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (synced and own.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
         (synced and own.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
         (feeds_back and not own.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
+        (grouped and own.quantises, workers, int8, "INT8 uses one all-to-all over all trainers"),
+        (grouped and own.use_hierarchical_allreduce, hierarchy, workers, "worker_trainers already defines the groups"),
+        (grouped and own.fuses_by_cost, "fusion", workers, "the cost is that of an all-reduce over all trainers"),
+        (grouped and unused, "find_unused_parameters", workers, "a parameter's flag is exchanged among all trainers"),
+        (grouped and own.scales_loss, workers, "amp", "gradients meet before an overflow is known"),
+        (grouped and own.sharding, "sharding", workers, "sharding_degree already makes workers"),
         (served and own.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
         (own.sharding and own.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
         (own.sharding and cut, parts, "sharding", "a block belongs to no fragment"),

@@ -28,7 +28,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.fields import PARAMETERS, SEARCHES
 from fleetbench.hardware.presets import expanded
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, check_hierarchy
+from fleetbench.strategy import DistributedStrategy, check_hierarchy, check_workers
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 SCHEMA = 1
@@ -321,6 +321,7 @@ def check_strategy(strategy: DistributedStrategy, workload: Workload, cluster: C
         if not strategy.hierarchical_inner_ranks:
             cluster.require_even("the groups of a hierarchy are nodes with as many trainers each, unless hierarchical_inner_ranks is set")
         check_hierarchy(cluster.trainers, strategy.hierarchical_inner_ranks or cluster.trainers_per_node)
+    check_workers(cluster.trainers, strategy.worker_trainers)
     if strategy.mode == "ps" and cluster.servers < 1:
         raise ConfigError('mode = "ps" needs servers', "cluster.servers", repr(cluster.servers), "set cluster.servers to 1 or more")
 

@@ -15,6 +15,7 @@ A declared bandwidth is the rate on the wire. Every packet on it has headers:
 - ``none``: every declared bit carries payload, as in a host's memory.
 """
 
+import math
 from fractions import Fraction
 from typing import Literal
 
@@ -25,6 +26,8 @@ DEFAULT_MTU: dict[Framing, int] = {"tcp": 1500, "roce": 4096, "infiniband": 4096
 The remaining framings have no declared packet size."""
 
 TCP_IN_PACKET = 52
+SEGMENT_BYTES = DEFAULT_MTU["tcp"] - TCP_IN_PACKET
+"""Payload in bytes of a full TCP packet of the default size."""
 AROUND_PACKET: dict[Framing, int] = {"tcp": 14, "roce": 58, "infiniband": 26}
 NVLINK_SHARE = Fraction(4, 5)
 VERBS_EFFICIENCY = Fraction(19, 20)
@@ -59,3 +62,13 @@ def default_framing(backend: str, *, between_nodes: bool) -> Framing:
 def default_efficiency(framing: Framing) -> Fraction:
     """Return the share of the payload bandwidth that NCCL's collectives reach; see ``Link.efficiency``."""
     return VERBS_EFFICIENCY if framing in ("infiniband", "roce") else Fraction(1)
+
+
+def loss_limit(loss: float, round_trip_ns: int) -> int:
+    """Return the payload rate in bit/s that one TCP connection has at most, of whose packets a share ``loss`` is lost.
+
+    It is MSS / RTT sqrt(3 / 2) / sqrt(loss), with full packets of the default size (Mathis, Semke, Mahdavi and
+    Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", Computer Communication Review
+    27(3), 1997).
+    """
+    return max(1, round(8e9 * SEGMENT_BYTES / round_trip_ns * math.sqrt(1.5 / loss)))

@@ -272,7 +272,7 @@ def all_reduce_cost(experiment: Experiment, table: LayerTable) -> Cost:
     declared stragglers delay the slowest trainer, and how collectives and compute slow each other down
     according to ``table``.
 
-    ``node_overrides``, racks and shared interfaces are ignored. Raises ``ConfigError`` for a link that
+    ``node_overrides``, racks, sites, loss and shared interfaces are ignored. Raises ``ConfigError`` for a link that
     trainers use and that is neither declared nor measured.
     """
     cluster = experiment.cluster

@@ -68,6 +68,14 @@ def check_hierarchy(trainers: int, inner: int) -> None:
         raise ConfigError(what, "strategy.hierarchical_inner_ranks", repr(inner), hint)
 
 
+def check_workers(trainers: int, number: int) -> None:
+    """Raise ``ConfigError`` unless workers of ``number`` trainers each are two at least and have all trainers."""
+    if number > 1 and (trainers % number or number == trainers):
+        what = f"does not make {trainers} trainers two or more workers of as many trainers each"
+        divisors = ", ".join(str(each) for each in range(1, trainers // 2 + 1) if trainers % each == 0) or "1"
+        raise ConfigError(what, "strategy.localsgd_configs.worker_trainers", repr(number), f"one of {divisors}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildStrategy(Config):
     """Fleet's ``build_strategy``: op fusion and the order of operators."""
@@ -150,6 +158,9 @@ class LocalSGDConfigs(Averaging):
     updates before it merges the average."""
     mixing: float = 0.0
     """Weight of a trainer's own values when a fragment is merged, from 0 to 1."""
+    worker_trainers: int = 1
+    """Number of trainers per worker, consecutive ranks such as those of a site. They average gradients in every
+    update, and workers average parameters every K updates."""
     outer_wire: Literal["fp32", "int8"] = _UNTRAINED("fp32")
     """Format in which differences are sent: FP32, or blocks of 8-bit integers with one scale each."""
     outer_error_feedback: bool = _UNTRAINED(False)
@@ -159,7 +170,7 @@ class LocalSGDConfigs(Averaging):
 
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive
-        at_least(self, 1, "k_steps", "begin_step", "fragments")
+        at_least(self, 1, "k_steps", "begin_step", "fragments", "worker_trainers")
         at_least(self, 0, "warmup_epochs", "overlap_steps")
         at_least(self, 0, "mixing", most=1)
         self._refuse_fragments()
@@ -535,6 +546,11 @@ class DistributedStrategy(Config):
     def quantises(self) -> bool:
         """Whether differences are sent as INT8."""
         return self.localsgd and self.localsgd_configs.outer_wire == "int8"
+
+    @property
+    def worker_trainers(self) -> int:
+        """Number of trainers that average gradients in every update and average parameters as one worker."""
+        return self.localsgd_configs.worker_trainers if self.localsgd else 1
 
     @property
     def needs_linear_optimizer(self) -> bool:

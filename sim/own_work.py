@@ -27,9 +27,9 @@ class OwnWork:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        plan, table = scenario.plan, scenario.table
-        local_ns = table.local_update if scenario.strategy.combination.is_local else None
-        outer = scenario.strategy.combination.outer
+        plan, table, what = scenario.plan, scenario.table, scenario.strategy.combination
+        local_ns = table.local_update if what.is_local and what.worker_trainers == 1 else None
+        outer = what.outer
         outer_ns = _split(table.merge, [8, 2])[0] if outer is not None and outer.momentum else 0
         update_ns = half_up(Fraction(table.update if local_ns is None else local_ns, plan.shard_ranks))
         merge_ns, outer_ns = (half_up(Fraction(whole_ns, plan.shard_ranks)) for whole_ns in (table.merge, outer_ns))

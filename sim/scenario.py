@@ -36,8 +36,8 @@ MOST_KEPT = 2**22
 """Largest number of delays that are drawn at once and cached. Cached delays are reused for other
 strategies."""
 _CLUSTER = """
-nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks node_overrides
-stragglers
+nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks sites
+node_overrides stragglers
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
 _WORKLOAD = WORKLOAD | LOSSES
@@ -203,6 +203,7 @@ def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, s
     for place, *links in (("cluster", cluster.intra, cluster.inter), *overrides):
         for kind, link in zip(("intra", "inter"), links, strict=True):
             yield link is not None and link.flow_limit is not None, f"{place}.{kind}.flow_limit", why
+            yield link is not None and bool(link.loss), f"{place}.{kind}.loss", why
 
 
 @dataclass(frozen=True, kw_only=True)

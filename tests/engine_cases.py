@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import pandas as pd
 from sim_cases import layered, link, profiled, with_profile
 
-from fleetbench.cluster import Cluster, NodeOverride, Racks
+from fleetbench.cluster import Cluster, NodeOverride, Racks, Site
 from fleetbench.declared import DeclaredScalars
 from fleetbench.errors import ConfigError, FleetbenchError
 from fleetbench.experiment import Experiment, check_strategy
@@ -54,18 +55,25 @@ def sharded_case_of(seed: int) -> Case:
     """The random experiment number ``seed`` with a sharded strategy, of dense gradients of one type."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _case(Random(seed), is_sharded=True)  # noqa: S311  # as above
+        return _case(Random(seed), sharding)  # noqa: S311  # as above
 
 
-def _case(random: Random, *, is_sharded: bool = False) -> Case:
+def workers_case_of(seed: int) -> Case:
+    """The random experiment number ``seed`` of workers of several trainers, with dense gradients of one type."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _case(Random(seed), workers)  # noqa: S311  # as above
+
+
+def _case(random: Random, kind: Callable[[Random, int], dict[str, Any]] | None = None) -> Case:
     nodes, per_node = random.choice(CLUSTERS)
     own = (NodeOverride(nodes=(random.randrange(nodes),), trainers=random.randint(1, 5)),) if random.random() < 0.2 else ()
     cluster = Cluster(nodes=nodes, trainers_per_node=per_node, node_overrides=own)
     scale = random.choice([10**9, 10**11, 10**13, 10**14]) if random.random() < 0.05 else 1
     options = {**cluster_fields(random, cluster), **run_fields(random)}
-    always = sharding(random, cluster.trainers) if is_sharded else {}
+    always = {} if kind is None else kind(random, cluster.trainers)
     strategy = strategy_of(random, Workload(**options["also"], model="mlp"), cluster, always)
-    experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale, is_dense=is_sharded)
+    experiment, profile = built(random, layers(random, scale), options | {"strategy": strategy}, scale, is_dense=kind is not None)
     named = experiment if profile is None else with_profile(experiment, profile)
     return Case(experiment=named, overflows=frozenset(step for step in range(-2, 12) if random.random() < 0.3))
 
@@ -86,11 +94,26 @@ def sharding(random: Random, trainers: int) -> dict[str, Any]:
     return {"sharding": True, "sharding_configs": configs | ({"param_dtype": "bfloat16"} if short else {}), **short}
 
 
+def workers(random: Random, trainers: int) -> dict[str, Any]:
+    """Fields of workers of several trainers, where their number allows it."""
+    pick = random.choice
+    number, period = pick([1, 1, 2]), pick([1, 2, 3])
+    configs = {
+        "worker_trainers": pick([each for each in range(2, trainers // 2 + 1) if trainers % each == 0] or [1]),
+        "k_steps": number * period,
+        "outer_momentum": 0.9,
+    }
+    own = pick([{"fragments": number, "overlap_steps": random.randrange(period), "mixing": pick([0.0, 0.5])}, {"begin_step": 3}])
+    return {"localsgd": True, "localsgd_configs": configs | own}
+
+
 def strategy_of(random: Random, workload: Workload, cluster: Cluster, always: dict[str, Any]) -> dict[str, Any]:
     """A strategy that has as many of its random parts, in random order, as go together, with some fields ``always``."""
     found = {"fuse_all_reduce_ops": True} | always if always else {}
     parts = strategy_parts(random, cluster.trainers)
     for part in random.sample(parts, len(parts)):
+        if "localsgd" in always and "localsgd" in part:
+            continue
         wanted = found | part | {"build_strategy": found.get("build_strategy", {}) | part.get("build_strategy", {})}
         try:
             check_strategy(DistributedStrategy.from_dict(wanted), workload, cluster)
@@ -133,6 +156,7 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
     number, period = pick([1, 1, 2, 3]), pick([1, 2, 3])
     rounds = {"fragments": number, "k_steps": number * period, "overlap_steps": random.randrange(period), "mixing": pick([0.0, 0.5])}
     fragments = {**outer, **rounds, "begin_step": pick([1, 1, 3])}
+    workers = {"worker_trainers": pick([number for number in range(1, trainers + 1) if trainers % number == 0])}
     adaptive = {
         "variant": pick(["fleet", "paper", "document", "qsr"]),
         "init_k_steps": pick([1, 2, 4]),
@@ -165,9 +189,9 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
     )
     return [
         {"fuse_all_reduce_ops": True} | fusion,
-        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | averaging),
-        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | outer),
-        some(0.3, localsgd=True, localsgd_configs=fragments),
+        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | averaging | pick([{}, workers])),
+        some(0.3, localsgd=True, localsgd_configs={"k_steps": pick([1, 2, 3, 4])} | schedule | outer | pick([{}, workers])),
+        some(0.3, localsgd=True, localsgd_configs=fragments | pick([{}, workers])),
         some(0.3, adaptive_localsgd=True, adaptive_localsgd_configs=adaptive | pick([averaging, outer])),
         some(0.4, gradient_merge=True, gradient_merge_configs=merge),
         some(0.4, amp=True, amp_configs=scaling),
@@ -187,9 +211,10 @@ def strategy_parts(random: Random, trainers: int) -> list[dict[str, Any]]:
 
 
 def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
-    """A cluster's network, racks, nodes that differ, and stragglers."""
+    """A cluster's network, racks, sites, nodes that differ, and stragglers."""
     nodes = cluster.nodes
     pick, any_node = random.choice, random.randrange(nodes)
+    collective = pick(["ring", "ring", "ring", *ALGORITHMS])
     overrides = [
         NodeOverride(
             nodes=(random.randrange(nodes),),
@@ -222,10 +247,18 @@ def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
         "racks": Racks(nodes=random.randint(1, 3), oversubscription=pick([1.0, 1.7, 6.0])) if random.random() < 0.25 else None,
         "node_overrides": (*cluster.node_overrides, *overrides),
         "stragglers": tuple(random.sample(kinds, pick([0, 0, 1, 1, 2, 3]))),
-        "collective": pick(["ring", "ring", "ring", *ALGORITHMS]),
+        "collective": collective,
         "cores_per_node": pick([16, 16, 2]),
         "first_exchange": Nanoseconds(pick([0, 0, 0, 350])),
+        "sites": () if collective.startswith("nccl-") or random.random() < 0.7 else sites(random, nodes),
     }
+
+
+def sites(random: Random, nodes: int) -> tuple[Site, ...]:
+    """Sites of a random number of nodes, with links that differ by direction, and some that lose packets."""
+    bounds = [0, *sorted(random.sample(range(1, nodes), random.randrange(nodes))), nodes]
+    links = [link(2.2, 900), link(9, 40), dataclasses.replace(link(4, 300), loss=random.choice([0.0001, 0.02]))]
+    return tuple(Site(nodes=end - begin, up=random.choice(links), down=random.choice([None, *links])) for begin, end in pairwise(bounds))
 
 
 def run_fields(random: Random) -> dict[str, Any]:
@@ -300,7 +333,7 @@ def built(random: Random, model: Layers, options: dict[str, Any], scale: int, *,
         table["loaders"] = pick([0] * 19 + [1])  # the vector engine leaves both together to the reference
     measured = random.random() < 0.15
     if measured:
-        options = options | {"inter": None, "collective": pick(["measured", "ring", "gloo"])}
+        options = options | {"inter": None, "collective": pick(["measured", "ring", "gloo"]), "sites": ()}
     experiment, profile = profiled(model.rows, table, **options)
     sparse = frozenset(index for index in range(len(model.rows)) if random.random() < 0.15)
     changed = profile if is_dense else dataclasses.replace(profile, tables=tuple(with_kinds(random, own, sparse) for own in profile.tables))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ from fleetbench.plan.groups import Parts, hierarchy_of, world_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operation, Operations, tupled
 from fleetbench.plan.outer import Fragments, runs_of_layers
-from fleetbench.plan.sharding import REST, Block, grouped_by_block, groups_of, lay_out_blocks
-from fleetbench.strategy import DistributedStrategy
+from fleetbench.plan.sharding import REST, Block, grouped_by_block, groups_of, lay_out_blocks, refuse_sparse
+from fleetbench.strategy import DistributedStrategy, check_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +87,26 @@ class Plan:
             found.setdefault(operation.bucket, []).append(operation)
         return {bucket: tuple(operations) for bucket, operations in found.items()}
 
+    def chain(self, bucket: int, payload: str) -> Operations:
+        """Return the operations that carry a bucket's ``payload``: its gradient, or what trainers average."""
+        own = self.of_bucket.get(bucket, ())
+        apart = tuple(operation for operation in own if operation.payload == "delta")
+        return (apart or own) if payload in ("delta", "state") else tuple(operation for operation in own if operation.payload != "delta")
+
+    @functools.cached_property
+    def averaging(self) -> Operations:
+        """Operations of ``exchange`` that average parameters: those of ``delta``, or all if no others are told apart."""
+        return tuple(operation for operation in self.exchange if operation.payload == "delta") or self.exchange
+
     @functools.cached_property
     def of_fragment(self) -> tuple[Operations, ...]:
         """Operations that exchange each fragment, by the fragment's index."""
-        return tuple(tuple(operation for operation in self.exchange if operation.bucket in own) for own in self.fragments)
+        return tuple(tuple(operation for operation in self.averaging if operation.bucket in own) for own in self.fragments)
+
+    def num_summed(self, chain: Operations) -> int:
+        """Return the number of values of which ``chain`` gives the sum: that of the ranks whose values differ."""
+        sums = [operation.group for operation in chain if operation.kind in ("all_reduce", "reduce", "reduce_scatter")]
+        return math.prod(len(self.parts[group][0]) for group in sums)
 
     @functools.cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -151,10 +168,13 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     """Plan the exchange of ``gradients``, given in order of readiness.
 
     A hierarchy within a single node is ignored, as in Fleet. Under Local SGD no gradient counts as sparse,
-    because trainers exchange parameters. Raises ``ConfigError`` if the hierarchy does not divide the
-    trainers.
+    because trainers exchange parameters. Raises ``ConfigError`` if the hierarchy or the workers do not divide the
+    trainers, and for sparse gradients within workers.
     """
+    check_workers(setting.trainers, strategy.worker_trainers)
     if strategy.is_local:
+        if strategy.worker_trainers > 1:
+            refuse_sparse(gradients, "workers of several trainers exchange dense ones")
         gradients = [dataclasses.replace(one, sparse=False, touched=0, width=0) if one.sparse else one for one in gradients]
     if strategy.sharding:
         return _sharded(strategy, gradients, setting)
@@ -166,12 +186,16 @@ def build_plan(strategy: DistributedStrategy, gradients: Sequence[Gradient], set
     fused = [(index, bucket) for index, part in enumerate(parts) for bucket in fuse(part, strategy, setting.cost)]
     fused.sort(key=lambda item: max(position[name] for name in item[1].gradients))
     buckets = tuple(dataclasses.replace(bucket, id=number) for number, (_, bucket) in enumerate(fused))
-    exchange: Operations = ()
+    workers = strategy.worker_trainers > 1
+    exchange = lay_out(buckets, strategy, setting.trainers, inner, within=True) if workers else ()
     fragments = [[bucket for bucket, (own, _) in zip(buckets, fused, strict=True) if own == index] for index in range(len(parts))]
     for fragment in fragments:
         laid_out = lay_out(fragment, strategy, setting.trainers, inner)
         exchange += tuple(operation.shifted(len(exchange)) for operation in laid_out)
     groups = {"world": world_of(setting.trainers)} | (hierarchy_of(setting.trainers, inner) if inner else {})
+    if workers:
+        apart = hierarchy_of(setting.trainers, strategy.worker_trainers)
+        groups |= {"inner": apart["inner"], "outer": apart["outer"]}
     buffers_nbytes = setting.buffers_nbytes if strategy.broadcast_buffers else 0
     if strategy.is_local:
         averaged = setting.buffers_nbytes if setting.averaged_nbytes is None else setting.averaged_nbytes

@@ -46,6 +46,8 @@ class Combination:
     outer: Outer | None = None
     """Outer optimizer, which steps on the averaged difference of a round. None if trainers use the average
     itself."""
+    worker_trainers: int = 1
+    """Number of trainers that average gradients in every update, as one worker of local steps."""
     fragments: Fragments | None = None
     """Fragments of the model with their own rounds. None if the end of a round exchanges and merges the whole
     model."""
@@ -90,6 +92,7 @@ class Combination:
             cadence=Cadence.of(strategy) if strategy.is_local else None,
             adaptive=AdaptiveK(strategy.adaptive_localsgd_configs, strategy.lr_scale) if strategy.adaptive_localsgd else None,
             outer=Outer.of(strategy),
+            worker_trainers=strategy.worker_trainers,
             fragments=Fragments.of(strategy),
             feeds_back=strategy.quantises and strategy.localsgd_configs.outer_error_feedback,
             keeps_on_host=strategy.localsgd and strategy.localsgd_configs.outer_on_host,
@@ -111,6 +114,11 @@ class Combination:
     def is_local(self) -> bool:
         """Whether trainers take local steps and average parameters, rather than averaging gradients."""
         return self.cadence is not None
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether updates exchange gradients: among all trainers, or within workers of several trainers."""
+        return not self.is_local or self.sharding is not None or self.worker_trainers > 1
 
     def slots(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of ``names``, names of optimizer state tensors, that trainers average or reset."""

@@ -10,6 +10,10 @@ among leaders, and broadcast; or a reduce-scatter inside the node, an all-reduce
 and an all-gather, which uses every link of the node. All ranks gather the rows of a sparse gradient. Outer
 differences in INT8 use an all-to-all and an all-gather, which together send as much as an all-reduce of the
 same size.
+
+In a worker of several trainers, they all-reduce gradients. Their parameters are equal, so each averages only
+its part with the trainers at its place in other workers, and the worker gathers the parts. A communicator of
+its own carries this, so that gradients pass it while it is in flight.
 """
 
 import dataclasses
@@ -26,12 +30,14 @@ INT8_BLOCK = 256
 INT8_SCALE_BYTES = 4
 
 
-def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int) -> Operations:
+def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: int, inner: int, within: bool = False) -> Operations:
     """Return the operations that exchange all buckets, with ids 0, 1, ....
 
     A single trainer has no operations. ``inner`` is the number of ranks inside a node of the hierarchy, or 0
-    without a hierarchy.
+    without a hierarchy. ``within``: whether gradients are exchanged within workers of several trainers, rather than
+    what all trainers average.
     """
+    between = strategy.worker_trainers > 1 and not within
     if trainers == 1:
         return ()
     lanes: dict[int, _Lane] = {}
@@ -39,9 +45,15 @@ def lay_out(buckets: Sequence[Bucket], strategy: DistributedStrategy, trainers: 
     for number, bucket in enumerate(buckets):
         if bucket.numel == 0:
             continue
-        communicator = number % strategy.nccl_comm_num
+        communicator = strategy.nccl_comm_num if between else number % strategy.nccl_comm_num
         lane = lanes.setdefault(0 if strategy.sync_nccl_allreduce else communicator, _Lane())
-        chain = _chain(bucket, wire_dtype(bucket, strategy), strategy, trainers, inner)
+        dtype = wire_dtype(bucket, strategy)
+        if within:
+            chain = [_carry("all_reduce", "inner", bucket.numel, dtype)]
+        elif between:
+            chain = _between_workers(bucket.numel, dtype, strategy.worker_trainers)
+        else:
+            chain = _chain(bucket, dtype, strategy, trainers, inner)
         is_alone = strategy.sync_nccl_allreduce or not is_plain(chain, bucket.dtype)
         for operation in chain:
             after = lane.join(len(operations), is_alone=is_alone)
@@ -108,6 +120,13 @@ def _chain(bucket: Bucket, dtype: str, strategy: DistributedStrategy, trainers: 
         _carry("all_reduce", "outer", part, dtype),
         _carry("all_gather", "inner", part * inner, dtype),
     ]
+
+
+def _between_workers(numel: int, dtype: str, worker_trainers: int) -> list[Operation]:
+    """Return the operations that average a bucket's parameters over workers, a part by each trainer of a worker."""
+    part = -(-numel // worker_trainers)
+    chain = [_carry("all_reduce", "outer", part, dtype), _carry("all_gather", "inner", part * worker_trainers, dtype)]
+    return [dataclasses.replace(operation, payload="delta") for operation in chain]
 
 
 def _carry(kind: Collective, group: str, numel: int, dtype: str) -> Operation:

@@ -2,7 +2,8 @@
 
 A group has a name and disjoint parts; the ranks of each part communicate with one another. ``world`` is one
 part with all ranks. A hierarchy of I ranks per node (inner id = rank % I, outer id = rank // I) has the groups
-``inner``, one part per node; ``leaders``, the ranks of inner id 0; and ``outer``, one part per inner id.
+``inner``, one part per node; ``leaders``, the ranks of inner id 0; and ``outer``, one part per inner id. Workers
+of I trainers have ``inner``, one part per worker, and ``outer``.
 
 A communicator is a first-in-first-out queue: its operations begin in the same order on all ranks. The backend
 limits how many run at once. NCCL runs one, because a communicator's operations follow each other on a stream.

@@ -123,10 +123,7 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
     ``order`` lists the names of the gradients in the model's order; if it is empty, the reverse order of
     ``gradients`` is used. Raises ``ConfigError`` for a sparse gradient, or a block with several dtypes.
     """
-    sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
-    if sparse is not None:
-        hint = "make the embedding dense (sparse=False), or leave sharding out"
-        raise ConfigError("has a sparse gradient, and sharding is of dense ones", f"parameter {sparse}", hint=hint)
+    refuse_sparse(gradients, "sharding is of dense ones")
     names = list(order or [gradient.name for gradient in reversed(gradients)])
     found: dict[str, list[Gradient]] = {name: [] for name in blocks_of(names, strategy.sharding_configs.blocks)}
     for gradient in gradients:
@@ -138,6 +135,14 @@ def grouped_by_block(gradients: Sequence[Gradient], strategy: DistributedStrateg
             hint = "give all parameters of a block one type, or name smaller blocks in sharding_configs.blocks"
             raise ConfigError("has parameters of several types, and is gathered as a whole", where, ", ".join(sorted(kinds)), hint)
     return {name: own for name, own in found.items() if own}
+
+
+def refuse_sparse(gradients: Sequence[Gradient], why: str) -> None:
+    """Raise ``ConfigError`` for a sparse gradient, with the reason."""
+    sparse = next((gradient.name for gradient in gradients if gradient.sparse), None)
+    if sparse is not None:
+        hint = f"make the embedding dense (sparse=False): {why}"
+        raise ConfigError(f"has a sparse gradient, and {why}", f"parameter {sparse}", hint=hint)
 
 
 def lay_out_blocks(

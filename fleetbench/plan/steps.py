@@ -116,7 +116,7 @@ class _Builder:
                 dataclasses.replace(
                     operation,
                     id=self.next_id,
-                    payload=operation.payload or payload,
+                    payload=payload if operation.payload in (None, "delta") else operation.payload,
                     nbytes=operation.nbytes * factor,
                     after=waits,
                 )
@@ -232,17 +232,12 @@ def _closing(what: Combination, build: _Builder) -> Operations:
 
 def _bucket(what: Combination, step: StepKind, build: _Builder, bucket: int) -> Operations:
     if what.sharding is not None and what.sharding.stage > 1:  # shards are summed in every step, and all-reduced once per update
-        chain = [one for one in _gradient_chain(build.plan, bucket) if step.closes or one.kind == "reduce_scatter"]
+        chain = [one for one in build.plan.chain(bucket, "gradient") if step.closes or one.kind == "reduce_scatter"]
         return _scattered(build, lambda: build.carry(chain, "gradient"))
     sums = (build.operation("accumulate", bucket=bucket),) if what.merges else ()
     if not step.closes:
         return sums
     return (*sums, *_scattered(build, lambda: _release(what, step, build, bucket)))
-
-
-def _gradient_chain(plan: Plan, bucket: int) -> list[Operation]:
-    """Return the operations that carry a bucket's gradients, not those that average sharded workers."""
-    return [one for one in plan.of_bucket.get(bucket, ()) if one.payload != "delta"]
 
 
 def _scattered(build: _Builder, carry: Callable[[], Operations]) -> Operations:
@@ -266,9 +261,9 @@ def _release(what: Combination, step: StepKind, build: _Builder, bucket: int) ->
     """Return a bucket's operations from its complete gradient to its update."""
     divisor = step.merged if what.averages_gradient else 1
     released = (build.operation("release", bucket=bucket, divisor=divisor),) if what.merges else ()
-    if what.is_local and what.sharding is None:
+    if not what.exchanges_gradients:
         return released
-    carried = build.carry(_gradient_chain(build.plan, bucket), "gradient")
+    carried = build.carry(build.plan.chain(bucket, "gradient"), "gradient")
     if released and carried:
         carried = (dataclasses.replace(carried[0], after=(*carried[0].after, released[0].id)), *carried[1:])
     updated = (build.operation("update", bucket=bucket, after=(carried[-1].id,) if carried else ()),) if what.updates_by_bucket else ()
@@ -298,7 +293,7 @@ def _average(what: Combination, build: _Builder, after: tuple[int, ...], *, asks
     operations = [*(() if what.outer is None else _differ(build, None, after)), *_exchange(build, after)]
     after = build.leaves or after
     if what.averages_state and plan.num_state_slots:
-        operations += build.carry(plan.exchange, "state", after, plan.num_state_slots)
+        operations += build.carry(plan.averaging, "state", after, plan.num_state_slots)
         after = build.leaves or after
     if what.averages_buffers and plan.buffers_nbytes:
         operations += build.small("buffers", plan.buffers_nbytes, after)
@@ -323,7 +318,7 @@ def _differ(build: _Builder, fragment: int | None, after: tuple[int, ...]) -> Op
 def _exchange(build: _Builder, after: tuple[int, ...]) -> Operations:
     """Return the operations that exchange the whole model, one fragment after the other."""
     operations: list[Operation] = []
-    for part in build.plan.of_fragment or (tuple(one for one in build.plan.exchange if one.payload == "delta") or build.plan.exchange,):
+    for part in build.plan.of_fragment or (build.plan.averaging,):
         operations += build.carry(part, "delta", after)
         after = tuple(build.ids[operation.id] for operation in part if operation.id in build.plan.leaves) or after
     return tuple(operations)

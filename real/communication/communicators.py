@@ -232,13 +232,16 @@ class Communicators:
         self._lanes = [self._make_lane(f"communicator-{number}") for number in range(len(self._lanes))]
         self._update_lane, self._proved, self._num_tried = None, 1, 0
 
-    def prove(self, together: int) -> None:
-        """Test every process group, and the first ``together`` communicators at once.
+    def prove(self, together: int, *, beside: bool = False) -> None:
+        """Test every process group, and the first ``together`` communicators at once, or all if one averages ``beside``.
 
         Every rank calls this at the same place. On NCCL this opens the connections before the first step. gloo on the
-        CPU is only tested with several communicators at once. Raises ``EnvironmentLacks`` if a group fails.
+        CPU is only tested with several communicators at once, and not for one beside them: over links between sites it
+        would take long. Raises ``EnvironmentLacks`` if a group fails.
         """
         trusted = self._backend == "gloo" and self.device.type == "cpu"
+        if beside and not trusted:
+            together = len(self._lanes)
         if self.trainers > 1 and (together > self._proved or (not trusted and len(self._made) > self._num_tried)):
             ways = {way: communicator for communicator in (*range(len(self._lanes)), _BESIDE, _IN_TURN) for way in self._ways(communicator)}
             canary([*ways], [way for way, communicator in ways.items() if communicator < together], self.device)
@@ -329,13 +332,15 @@ class Communicators:
             )
             self._run(call, group, communicator)
 
-    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None) -> Started:
-        """Start to replace ``tensor`` with its mean over all ranks.
+    def start_average(
+        self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None = None, group: str = "world"
+    ) -> Started:
+        """Start to replace ``tensor`` with its mean over this rank's part of ``group``.
 
         ``ended`` runs on the backend's thread when this ends or fails.
         """
         with self.errors():
-            work = average(tensor, self.trainers, group=self._group("world", communicator), async_op=True)
+            work = average(tensor, len(self.part(group)), group=self._group(group, communicator), async_op=True)
         assert work is not None, "this rank is not in the group"
         if ended is not None:
             work.get_future().add_done_callback(lambda _: ended())

@@ -412,7 +412,7 @@ class Storage:
         if found is None:
             residual = self.deltas[bucket].residual if payload == "delta" and self._feeds_back else None
             found = self._transfers[payload, bucket] = Transfer(
-                self._buffer(payload, bucket), self._plan.of_bucket[bucket], self._communicators, residual
+                self._buffer(payload, bucket), self._plan, self._plan.chain(bucket, payload), self._communicators, residual
             )
         return found
 
@@ -435,12 +435,14 @@ class Transfer:
     before the first operation and back after the last.
 
     A single all-reduce in the tensor's own type, or in INT8, averages. Every other chain divides by the number of
-    trainers, casts and then sums, so that a small type overflows neither in the cast nor in the sum (Fleet;
+    values, casts and then sums, so that a small type overflows neither in the cast nor in the sum (Fleet;
     DistributedDataParallel's ``fp16_compress_hook`` casts first). Complex numbers travel as pairs of real ones, which
     every backend supports.
     """
 
-    def __init__(self, buffer: torch.Tensor, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, plan: Plan, chain: Operations, communicators: Communicators, residual: torch.Tensor | None = None
+    ) -> None:
         """``residual``: error feedback of an all-reduce in INT8, see ``average_quantised``."""
         self.buffer = buffer
         """The flat tensor that is packed before the exchange and read after it, in the parameters' type."""
@@ -448,7 +450,9 @@ class Transfer:
         self._residual = residual
         self._communicators = communicators
         self._first, self._last = _place(chain[0]), _place(chain[-1])
-        pieces = len(communicators.part(chain[0].group)) if chain[0].kind == "reduce_scatter" else 1
+        self._divisor = plan.num_summed(chain)
+        inside = communicators.part(chain[-1].group)
+        pieces = len(inside) if chain[-1].kind == "all_gather" else 1
         self._quantises = chain[0].wire_dtype == "int8"
         wire = None if self._quantises or buffer.is_complex() else chain[0].wire_dtype
         dtype = getattr(torch, wire or str(numbers.dtype).removeprefix("torch."))
@@ -457,6 +461,8 @@ class Transfer:
         self._averages = len(chain) == 1 and dtype == numbers.dtype
         self._whole = torch.zeros(padded, dtype=dtype, device=buffer.device) if self._copies else numbers
         self._own = torch.empty(padded // pieces, dtype=dtype, device=buffer.device) if pieces > 1 else self._whole
+        self._cut = inside.index(communicators.rank) if pieces > 1 and chain[0].kind == "all_reduce" else None
+        """Place of this rank's piece if the chain begins with it, because all ranks of its part have the same values."""
 
     def is_first(self, operation: Operation) -> bool:
         """Whether this operation is the first of the chain."""
@@ -466,7 +472,9 @@ class Transfer:
     def run(self, operation: Operation, timed: Timed) -> None:
         """Execute one operation of the chain, on its lane; ``timed`` times the operation's parts."""
         if _place(operation) == self._first and not self._averages:
-            torch.div(self._numbers, self._communicators.trainers, out=self._whole[: self._numbers.numel()])
+            torch.div(self._numbers, self._divisor, out=self._whole[: self._numbers.numel()])
+            if self._cut is not None:
+                self._own.copy_(self._whole.view(-1, self._own.numel())[self._cut])
         communicators, group, number = self._communicators, operation.group, operation.communicator
         match operation.kind:
             case "all_reduce" if self._quantises:
@@ -491,9 +499,9 @@ class Transfer:
         """Whether one all-reduce averages the buffer itself, with nothing to do before or after it."""
         return self._averages and not self._copies and not self._quantises
 
-    def begin(self, communicator: int, ended: Callable[[], None] | None) -> Started:
+    def begin(self, communicator: int, group: str, ended: Callable[[], None] | None) -> Started:
         """Begin a plain chain's all-reduce on this communicator; see ``Communicators.start_average``."""
-        return self._communicators.start_average(self._numbers, communicator, ended)
+        return self._communicators.start_average(self._numbers, communicator, ended, group)
 
 
 def _place(operation: Operation) -> tuple[str, str]:

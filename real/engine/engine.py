@@ -147,7 +147,7 @@ class Engine:
             scale=lambda: self.loss_scale,
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
-        communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num)
+        communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num, beside=strategy.worker_trainers > 1)
         self._outside: OutsideChanges | None = None
         if self.executor.parts:
             host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
@@ -324,7 +324,7 @@ class Engine:
         plan = self._planning.plan(order)
         if state is not None and plan.buffers_nbytes:
             self._planning.take_buffers()
-        self.communicators.require(self.strategy.nccl_comm_num, plan.parts)
+        self.communicators.require(self.strategy.nccl_comm_num + (self.strategy.worker_trainers > 1), plan.parts)
         agree_on([plan.digest], "the plan of exchanges", self.communicators)
         if state is None:  # all ranks start from rank 0's parameters and buffers
             for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -335,7 +335,7 @@ class Engine:
         self._reducer = None  # frees its buffers before new ones are made
         what = strategy.combination
         knows_all = not (what.merges and what.finds_unused)  # the Reducer finds unused parameters of a single backward
-        if self.communicators.trainers > 1 and not what.is_local and knows_all:
+        if self.communicators.trainers > 1 and what.exchanges_gradients and knows_all:
             shared = (self.communicators, what, self._or_fails(self._bucket_comes))
             self._reducer = PlannedReducer(self.model, self._parameters, plan.buckets, self._planning.sparse, *shared)
         if self._executor is not None and carried is None and state is not None:

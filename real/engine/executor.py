@@ -108,7 +108,7 @@ class Executor:
             parameters,
             communicators,
             what=self.combination,
-            gathers=not self.combination.is_local or self.combination.merges,
+            gathers=self.combination.exchanges_gradients or self.combination.merges,
             origin=carried.origin if self.combination.is_local else None,
             sums=carried.sums,
             merged=carried.merged,
@@ -148,7 +148,7 @@ class Executor:
 
         Within a single backward, the Reducer finds the unused ones.
         """
-        return self.combination.merges and (self.combination.finds_unused or self.combination.is_local)
+        return self.combination.merges and (self.combination.finds_unused or not self.combination.exchanges_gradients)
 
     @property
     def in_flight(self) -> set[str]:
@@ -458,7 +458,7 @@ class Executor:
             if transfer is None or not transfer.is_plain:
                 return None
             number, depth = (operation.communicator, self._plan.queue_depth) if self._in_turn is None else (self._in_turn, 1)
-            return transfer.begin(number, self._stopwatch.handed_over(operation, step, depth))
+            return transfer.begin(number, operation.group, self._stopwatch.handed_over(operation, step, depth))
 
         return Flight(run, start)
 

@@ -81,7 +81,8 @@ def steer(topology: Topology, cores: int) -> list[Step]:
 
 def shape(wires: Sequence[Wire]) -> list[Step]:
     """Return steps that set the rate at both ends of every wire; a new rate replaces an old one."""
-    return [Step(namespace=name, tool="tc", lines=(_bucket(device, wire.rate_bps),)) for wire in wires for name, device in _ends([wire])]
+    ends = [(end, rate) for wire in wires for end, rate in zip(_ends([wire]), (wire.down_bps, wire.rate_bps), strict=True)]
+    return [Step(namespace=name, tool="tc", lines=(_bucket(device, rate),)) for (name, device), rate in ends]
 
 
 def delay(topology: Topology, device: str) -> list[Step]:

@@ -258,7 +258,7 @@ class LinkRate:
     """One direction of a wire, as declared and as measured."""
 
     link: str
-    """Lower end of the wire: a host, or a rack's switch."""
+    """Lower end of the wire: a host, or the switch of a rack or site."""
     direction: Direction
     """Direction: ``up`` is from the host towards the others."""
     declared_bps: int
@@ -301,11 +301,11 @@ def round_trips(topology: Topology, measure: Callable[[Flow, int], Sequence[floa
     """Send a byte from each host to the next and back, one host after the other.
 
     ``measure``: returns the seconds of each of a number of round trips over a flow. Each result has the two hosts,
-    ``declared_s``, which is twice the latency, and ``measured_s``, the median.
+    ``declared_s``, which is the latency there and back, and ``measured_s``, the median.
     """
     found = []
     for source, target in zip(topology.hosts, (*topology.hosts[1:], topology.hosts[0]), strict=True):
-        declared_s = 2e-9 * topology.latency_ns(source, target)
+        declared_s = 1e-9 * (topology.latency_ns(source, target) + topology.latency_ns(target, source))
         if declared_s:
             measured_s = statistics.median(measure((source, target, topology.address(target)), ROUND_TRIPS))
             found.append({"source": source, "target": target, "declared_s": declared_s, "measured_s": measured_s})
@@ -338,12 +338,13 @@ def _measured(topology: Topology, direction: Direction, measure: Measure) -> lis
     ends = [(wire.lower, wire.upper) if direction == "up" else (wire.upper, wire.lower) for wire in topology.wires]
     found = []
     for wire, measured in zip(topology.wires, measure([(*end, topology.address(end[1])) for end in ends]), strict=True):
-        expected = wire.rate_bps * PAYLOAD_SHARE
+        declared = wire.rate_bps if direction == "up" else wire.down_bps
+        expected = declared * PAYLOAD_SHARE
         found.append(
             LinkRate(
                 link=wire.lower,
                 direction=direction,
-                declared_bps=wire.rate_bps,
+                declared_bps=declared,
                 expected_payload_bps=round(expected),
                 measured_payload_bps=round(measured),
                 error=measured / expected - 1.0,

@@ -5,7 +5,9 @@ its own address, so that the rate of each single wire can be measured between it
 of virtual Ethernet devices, shaped at both ends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.errors import ConfigError
@@ -27,14 +29,18 @@ _SWITCH_NET = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A link in both directions, between ``lower`` (a host or a rack's switch) and ``upper`` (a switch)."""
+    """A link in both directions, between ``lower`` (a host, or the switch of a rack or site) and ``upper`` (a switch)."""
 
     lower: str
     upper: str
     rate_bps: int
-    """Rate of Ethernet frames in bit/s, in each direction."""
+    """Rate of Ethernet frames in bit/s, upwards."""
+    down_bps: int
+    """Rate downwards."""
     latency_ns: int = 0
-    """Latency in ns of a message from host to host."""
+    """Latency in ns of a message from host to host; of a site, what messages that leave it take in addition."""
+    down_ns: int = 0
+    """Latency in ns that messages into a site take in addition."""
 
     @property
     def port(self) -> str:
@@ -88,8 +94,16 @@ class Topology:
         return f"02:66:00:00:{high:02x}:{low:02x}"
 
     def latency_ns(self, source: str, target: str) -> int:
-        """Return a message's latency in ns: the larger of both links', or 0 if it is too small to build."""
-        declared = max((wire.latency_ns for wire in self.wires if wire.lower in {source, target}), default=0)
+        """Return a message's latency in ns, or 0 if it is too small to build.
+
+        It is the larger of both hosts' links', and between sites that of both sites' links in addition.
+        """
+        wires = {wire.lower: wire for wire in self.wires}
+        ends = [wires[name] for name in (source, target) if name in self.hosts]
+        declared = max((wire.latency_ns for wire in ends), default=0)
+        if len({wire.upper for wire in ends}) > 1:
+            declared += sum(wires[wire.upper].latency_ns for wire in ends[:1] if wire.upper in wires)
+            declared += sum(wires[wire.upper].down_ns for wire in ends[1:] if wire.upper in wires)
         return declared if declared >= LEAST_LATENCY_NS else 0
 
     def delays(self) -> dict[str, dict[str, int]]:
@@ -109,7 +123,7 @@ class Topology:
 
         A ring through all hosts has this rate: it uses each wire once each way.
         """
-        return min(wire.rate_bps for wire in self.wires)
+        return min(min(wire.rate_bps, wire.down_bps) for wire in self.wires)
 
 
 def topology_of(cluster: Cluster) -> Topology:
@@ -123,19 +137,12 @@ def topology_of(cluster: Cluster) -> Topology:
         raise ConfigError("more hosts than the testbed has addresses", "cluster.nodes", str(count), "a few hosts fill a machine")
     links = [_link(cluster, node) for node in range(cluster.nodes)] + [_declared(cluster.inter)] * (count - cluster.nodes)
     hosts = [f"host{number}" for number in range(count)]
-    size = cluster.nodes if cluster.racks is None else cluster.racks.nodes
-    racks = [list(range(first, min(first + size, cluster.nodes))) for first in range(0, cluster.nodes, size)]
-    if len(racks) == 1:
-        switches: tuple[str, ...] = ("switch",)
-        wires = [_wire(host, "switch", link) for host, link in zip(hosts, links, strict=True)]
-    else:
-        assert cluster.racks is not None
-        switches = (*(f"rack{number}" for number in range(len(racks))), "core")
-        rack_of = {f"host{node}": f"rack{number}" for number, nodes in enumerate(racks) for node in nodes}
-        wires = [_wire(host, rack_of.get(host, "core"), link) for host, link in zip(hosts, links, strict=True)]
-        for number, nodes in enumerate(racks):
-            uplink = round(sum(links[node].bandwidth for node in nodes) / cluster.racks.oversubscription)
-            wires.append(Wire(lower=f"rack{number}", upper="core", rate_bps=uplink))
+    areas = _areas(cluster, links)
+    core, top = ("core" if len(areas) > 1 else "switch"), areas if len(areas) > 1 else []
+    switches = (*(uplink.lower for uplink, _ in top), core)
+    area_of = {f"host{node}": uplink.lower for uplink, nodes in top for node in nodes}
+    wires = [_wire(host, area_of.get(host, core), link, link) for host, link in zip(hosts, links, strict=True)]
+    wires += [uplink for uplink, _ in top]
     own = cluster.server_placement == "own"
     return Topology(
         num_hosts=count,
@@ -144,6 +151,23 @@ def topology_of(cluster: Cluster) -> Topology:
         trainers_per_node=cluster.trainers_per_node,
         server_hosts=tuple(hosts[(cluster.nodes if own else 0) + server] for server in range(cluster.servers)),
     )
+
+
+def _areas(cluster: Cluster, links: Sequence[Link]) -> list[tuple[Wire, range]]:
+    """Return the uplink of every site, or else of every rack, with its nodes; empty without both."""
+    if cluster.sites:
+        sites = [site for site in cluster.sites for _ in range(site.count)]
+        ends = [*accumulate(site.nodes for site in sites)]
+        wires = [_wire(f"site{number}", "core", site.up, site.down or site.up) for number, site in enumerate(sites)]
+        return [(wire, range(end - site.nodes, end)) for wire, site, end in zip(wires, sites, ends, strict=True)]
+    if cluster.racks is None:
+        return []
+    size, found = cluster.racks.nodes, list[tuple[Wire, range]]()
+    for first in range(0, cluster.nodes, size):
+        nodes = range(first, min(first + size, cluster.nodes))
+        rate = round(sum(links[node].bandwidth for node in nodes) / cluster.racks.oversubscription)
+        found.append((Wire(lower=f"rack{first // size}", upper="core", rate_bps=rate, down_bps=rate), nodes))
+    return found
 
 
 def num_hosts(cluster: Cluster) -> int:
@@ -160,6 +184,8 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
     links = {"cluster.inter.latency": cluster.inter} | {
         f"cluster.node_overrides[{index}].inter.latency": override.inter for index, override in enumerate(cluster.node_overrides)
     }
+    for index, site in enumerate(cluster.sites):
+        links |= {f"cluster.sites[{index}].{way}.latency": link for way, link in (("up", site.up), ("down", site.down))}
     for name, link in links.items():
         if link is not None and link.latency and not (latency and link.latency >= LEAST_LATENCY_NS):
             why = (
@@ -168,10 +194,13 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
                 else "a latency below 300 us is not built"
             )
             skipped.append(skip(name, f"{why}: only the machine's own latency remains"))
-        declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit}
-        built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,)}
+        declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit, "loss": link.loss}
+        built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,), "loss": (None, 0.0)}
         skipped += [
-            skip(name.replace("latency", field), "links of the testbed carry TCP in packets of 1500 bytes, with no limit per connection")
+            skip(
+                name.replace("latency", field),
+                "links of the testbed carry TCP in packets of 1500 bytes, without loss or a limit per connection",
+            )
             for field, value in declared.items()
             if value not in built[field]
         ]
@@ -187,6 +216,8 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
 def _refuse_what_no_link_does(cluster: Cluster) -> None:
     """Raise ``ConfigError`` for an override that does not concern a link between nodes."""
     cluster.require_even("the real executor starts as many trainers on every node")
+    if cluster.sites and cluster.racks is not None:
+        raise ConfigError("the testbed builds racks or sites", "cluster.racks", hint="drop one of them, or simulate the experiment")
     for index, override in enumerate(cluster.node_overrides):
         if override.intra is not None:
             raise ConfigError(
@@ -218,10 +249,10 @@ def _declared(link: Link | None) -> Link:
     return link
 
 
-def _wire(host: str, switch: str, link: Link) -> Wire:
+def _wire(lower: str, upper: str, up: Link, down: Link) -> Wire:
     # the shaped rate is that on the wire
-    rate_bps = round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth
-    return Wire(lower=host, upper=switch, rate_bps=rate_bps, latency_ns=link.latency)
+    rates = [round(link.bandwidth / PAYLOAD_SHARE) if link.payload else link.bandwidth for link in (up, down)]
+    return Wire(lower=lower, upper=upper, rate_bps=rates[0], down_bps=rates[1], latency_ns=up.latency, down_ns=down.latency)
 
 
 def wire_s(nbytes: float, hosts: int, rate_bps: float) -> float:

@@ -219,6 +219,7 @@ class _Writer:
 
         In ``told``, an ``Observed`` event follows the event that caused it.
         """
+        what = self._scenario.strategy.combination
         self._own.begin_step()
         found: list[Instruction] = []
         tracked, in_forward = False, True
@@ -243,7 +244,7 @@ class _Writer:
             elif tracked and not isinstance(event, BlockBegin | BucketReady) and not isinstance(follower, Observed):
                 found.append(Finish())
                 tracked = False
-        return Program(tuple(found), num_ids, lands=self._scenario.strategy.combination.fragments is not None)
+        return Program(tuple(found), num_ids, lands=what.fragments is not None and not what.exchanges_gradients)
 
     def _spelled(self, operations: Operations) -> Iterator[Instruction]:
         for operation in operations:

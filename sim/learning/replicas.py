@@ -143,7 +143,10 @@ class Replicas:
             return
         assert payload is not None
         assert bucket is not None, f"nothing carries {payload}"
-        names, chain = self._plan.buckets[bucket].gradients, self._plan.of_bucket[bucket]
+        names, chain = self._plan.buckets[bucket].gradients, self._plan.chain(bucket, payload)
+        if operation.group == "inner" and is_plain(chain, self._plan.buckets[bucket].dtype):
+            self._arrive(payload, bucket, [_means(value, self._plan.parts["inner"]) for value in self._cargo(payload, names)])
+            return
         if is_plain(chain, self._plan.buckets[bucket].dtype) or payload == "rows":
             if payload == "delta":
                 self._arrive(payload, bucket, [_mean_difference(self.parameters[name], self._snapshot[name]) for name in names])
@@ -154,14 +157,15 @@ class Replicas:
         carried, done = self._under_way.pop((payload, bucket), (None, 0))
         if carried is None:
             rows = [value.expand(self.trainers, *value.shape[1:]) for value in self._cargo(payload, names)]
-            carried = [(value / self.trainers).to(wire) for value in rows]
+            carried = [(value / self._plan.num_summed(chain)).to(wire) for value in rows]
         for value in carried:
             _exchange(value, operation.kind, self._plan.parts[operation.group])
         if done + 1 < len(chain):
             self._under_way[payload, bucket] = carried, done + 1
         else:
             like = next(iter(self.parameters.values())).dtype
-            self._arrive(payload, bucket, [value[:1].to(like) for value in carried])
+            alike = payload != "gradient" or self._combination.worker_trainers == 1  # all trainers have the same values now
+            self._arrive(payload, bucket, [(value[:1] if alike else value).to(like) for value in carried])
 
     def _cargo(self, payload: str, names: Sequence[str]) -> Tensors:
         if payload == "delta":
@@ -248,6 +252,14 @@ def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tens
     """
     sums = [(part - snapshot).sum(0) for part in values.split(max(1, CACHE_NBYTES // 8 // snapshot.nbytes))]
     return torch.stack(sums).sum(0, keepdim=True).div_(len(values))
+
+
+def _means(value: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Return for every trainer the mean over its part, ``(trainers, ...)``; each trainer is in one part of the same size."""
+    ranks = torch.tensor(parts)
+    found = torch.empty_like(value)
+    found[ranks.reshape(-1)] = value[ranks].mean(1).repeat_interleave(ranks.shape[1], 0)
+    return found
 
 
 def _mean_buffer(buffer: torch.Tensor) -> torch.Tensor:

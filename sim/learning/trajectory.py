@@ -54,7 +54,7 @@ def learnt_from(experiment: Experiment) -> Experiment:
     hint = "leave it at its default, or leave --loss out"
     refuse_unexecuted(strategy, "strategy", SERVED if strategy.mode == "ps" else LEARNT | CLOCK, who, hint)
     if strategy.sharding and strategy.is_local:
-        raise ConfigError(f"{who} knows no workers of several trainers", "strategy.sharding", "true", hint)
+        raise ConfigError(f"{who} knows no sharded workers", "strategy.sharding", "true", hint)
     kept = strategy.without(*CLOCK)
     refuse_unexecuted(workload, "workload", WORKLOAD | {"workload.loss_curve"}, who, hint)
     inner = kept.hierarchical_inner_ranks or cluster.trainers_per_node if kept.use_hierarchical_allreduce else cluster.trainers

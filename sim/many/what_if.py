@@ -118,7 +118,14 @@ def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
     )
     carried = "ring" if cluster.collective == "measured" else cluster.collective
     quick = dataclasses.replace(
-        cluster, collective=carried, measured=(), intra=_infinite(intra), inter=_infinite(inter), node_overrides=overrides, racks=None
+        cluster,
+        collective=carried,
+        measured=(),
+        intra=_infinite(intra),
+        inter=_infinite(inter),
+        node_overrides=overrides,
+        racks=None,
+        sites=tuple(dataclasses.replace(site, up=_unlimited(site.up), down=_infinite(site.down)) for site in cluster.sites),
     )
     if cluster.trainers == 1 and not cluster.servers:
         return experiment
@@ -126,4 +133,8 @@ def with_infinite_bandwidth(experiment: Experiment) -> Experiment:
 
 
 def _infinite(link: Link | None) -> Link | None:
-    return None if link is None else dataclasses.replace(link, bandwidth=INFINITE, flow_limit=None)
+    return None if link is None else _unlimited(link)
+
+
+def _unlimited(link: Link) -> Link:
+    return dataclasses.replace(link, bandwidth=INFINITE, flow_limit=None, loss=None)

@@ -2,29 +2,31 @@
 
 Inside its node, a trainer has a link with its full rate in each direction. Between nodes, it uses the network
 interface whose index is its local rank modulo the node's number of interfaces (rails). A rack's nodes share
-its uplink, whose rate is their total bandwidth over the oversubscription. The network above the racks carries
-all that the uplinks bring.
+its uplink, whose rate is their total bandwidth over the oversubscription. A site's nodes share its link to other
+sites, which also has a latency. The network above racks and sites carries all that their links bring.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 
-from fleetbench.cluster import Link, Measured, Racks
+from fleetbench.cluster import Link, Measured, Racks, Site
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.framing import loss_limit
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import Collective
 from fleetbench.profile import Communication, communication_of, links_for
 
 Port = tuple[str, int, str]
 """Kind, number, and ``out`` or ``in`` of one direction of a link: ``intra`` and a rank, ``inter`` and an
-interface (the node, if each has one), or ``rack`` and a rack. For a limited connection: ``connection``, the
-sending rank, and the receiving rank with the communicator."""
+interface (the node, if each has one), ``rack`` and a rack, or ``site`` and a site. For a limited connection:
+``connection``, the sending rank, and the receiving rank with the communicator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Links:
     nodes: int = 1
     """Number of nodes. Used only with racks, the last of which may be smaller."""
     racks: Racks | None = None
+    sites: tuple[Site, ...] = ()
+    """Sites one by one, with payload rates; empty if all nodes are in one place."""
+    site_of: tuple[int, ...] = ()
+    """Site of every node; empty without sites."""
     intra_of: Mapping[int, Link] = field(default_factory=dict)
     """Links inside nodes that differ from ``intra``, by node."""
     inter_of: Mapping[int, Link] = field(default_factory=dict)
@@ -82,6 +88,7 @@ class Links:
         intra, inter = links_for(experiment)
         own = [(node, override) for override in cluster.node_overrides for node in override.nodes]
         host = cluster.host_bandwidth
+        sites = [site for site in cluster.sites for _ in range(site.count)]
         return cls(
             trainers_per_node=cluster.trainers_per_node,
             intra=intra,
@@ -89,6 +96,8 @@ class Links:
             nics_per_node=cluster.nics_per_node,
             nodes=cluster.nodes,
             racks=cluster.racks,
+            sites=tuple(Site(nodes=site.nodes, up=_wide(site.up), down=_wide(site.down or site.up)) for site in sites),
+            site_of=tuple(number for number, site in enumerate(sites) for _ in range(site.nodes)),
             intra_of={node: override.intra.carried(backend, between_nodes=False) for node, override in own if override.intra is not None},
             inter_of={node: override.inter.carried(backend, between_nodes=True) for node, override in own if override.inter is not None},
             measured=communication_of(experiment),
@@ -119,24 +128,38 @@ class Links:
     def hop(self, sender: int, receiver: int) -> Hop:
         """Return the hop from one rank to another. Between nodes, it has the higher latency of the two ends."""
         nodes = (self.node(sender), self.node(receiver))
+        latency_ns, links = self._path(*nodes)
+        connection = self._connection(sender, receiver, links)
         if nodes[0] == nodes[1]:
-            inside = self._intra(nodes[0])
-            ports: list[Port] = [("intra", sender, "out"), ("intra", receiver, "in")]
-            return Hop(inside.latency, tuple(ports), self._connection(sender, receiver, [inside]))
-        ends = [self.between(node) for node in nodes]
-        latency_ns = max(link.latency for link in ends)
-        ports = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
-        if self.racks is not None and nodes[0] // self.racks.nodes != nodes[1] // self.racks.nodes:
-            ports[1:1] = [("rack", nodes[0] // self.racks.nodes, "out"), ("rack", nodes[1] // self.racks.nodes, "in")]
-        return Hop(latency_ns, tuple(ports), self._connection(sender, receiver, ends))
+            return Hop(latency_ns, (("intra", sender, "out"), ("intra", receiver, "in")), connection)
+        ports: list[Port] = [("inter", self._interface(sender), "out"), ("inter", self._interface(receiver), "in")]
+        for number, kind in enumerate(self.areas, start=1):
+            areas = self.area(kind, nodes[0]), self.area(kind, nodes[1])
+            if areas[0] != areas[1]:
+                ports[number:number] = [(kind, areas[0], "out"), (kind, areas[1], "in")]
+        return Hop(latency_ns, tuple(ports), connection)
+
+    @property
+    def areas(self) -> tuple[str, ...]:
+        """Kinds of areas whose nodes share a link to all others: ``rack``, ``site``, both or none."""
+        return ("rack",) * (self.racks is not None) + ("site",) * bool(self.sites)
+
+    def area(self, kind: str, node: int) -> int:
+        """Return the number of a node's rack or site."""
+        if kind == "site":
+            return self.site_of[node]
+        assert self.racks is not None
+        return node // self.racks.nodes
 
     def bits_per_s(self, port: Port) -> int | Fraction:
         """Return the rate of a port for one collective, in bit/s."""
-        kind, number, _ = port
+        kind, number, way = port
         if kind == "intra":
             return self._intra(self.node(number)).bandwidth
         if kind == "inter":
             return self.between(number // self.nics_per_node).bandwidth
+        if kind == "site":
+            return self._of_site(number, way).bandwidth
         assert self.racks is not None
         nodes = range(number * self.racks.nodes, min((number + 1) * self.racks.nodes, self.nodes))
         of_nodes = self.nics_per_node * sum(self.between(node).bandwidth for node in nodes)
@@ -179,8 +202,23 @@ class Links:
         latency = collectives / known * seen.latency / alone.latency if seen.latency and alone.latency else 1.0
         return alone.bandwidth / (known * seen.bandwidth), latency
 
-    def _connection(self, sender: int, receiver: int, ends: Sequence[Link]) -> tuple[Port, int] | None:
-        limits = [link.flow_limit for link in ends if link.flow_limit is not None]
+    def _path(self, sender: int, receiver: int) -> tuple[int, list[Link]]:
+        """Return the latency in ns, and the links, of the way from one node to another or inside one."""
+        if sender == receiver:
+            return self._intra(sender).latency, [self._intra(sender)]
+        ends = [self.between(sender), self.between(receiver)]
+        apart = bool(self.sites) and self.site_of[sender] != self.site_of[receiver]
+        wide = [self._of_site(self.site_of[sender], "out"), self._of_site(self.site_of[receiver], "in")] if apart else []
+        return max(link.latency for link in ends) + sum(link.latency for link in wide), [*ends, *wide]
+
+    def _of_site(self, number: int, way: str) -> Link:
+        return self.sites[number].up if way == "out" else _known(self.sites[number].down)
+
+    def _connection(self, sender: int, receiver: int, links: Sequence[Link]) -> tuple[Port, int] | None:
+        limits: list[int] = [link.flow_limit for link in links if link.flow_limit is not None]
+        if loss := 1 - math.prod(1 - (link.loss or 0) for link in links):
+            there, back = (self._path(self.node(a), self.node(b))[0] for a, b in ((sender, receiver), (receiver, sender)))
+            limits.append(loss_limit(loss, there + back))
         return (("connection", sender, f"to {receiver} by {self.communicator}"), min(limits)) if limits else None
 
     def _interface(self, rank: int) -> int:
@@ -188,6 +226,11 @@ class Links:
 
     def _intra(self, node: int) -> Link:
         return _known(self.intra_of.get(node, self.intra))
+
+
+def _wide(link: Link) -> Link:
+    """Return a link between sites without framing, which is TCP's."""
+    return link.carried("gloo", between_nodes=True)
 
 
 def _known(link: Link | None) -> Link:

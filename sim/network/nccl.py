@@ -309,10 +309,10 @@ def _counts(members: Mapping[int, list[int]], interfaces: Mapping[int, int], lin
             for rank in own:
                 ends = (links.hop(rank, other).ports[0], links.hop(other, rank).ports[-1])
                 found |= dict.fromkeys(ends, parts // interfaces[node])
-    if links.racks is not None:
-        racks = {node // links.racks.nodes for node in members}
-        if len(racks) > 1:
-            found |= {("rack", rack, way): parts for rack in racks for way in ("out", "in")}
+    for kind in links.areas:
+        areas = {links.area(kind, node) for node in members}
+        if len(areas) > 1:
+            found |= {(kind, area, way): parts for area in areas for way in ("out", "in")}
     return found, Fraction(1, parts)
 
 

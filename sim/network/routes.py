@@ -28,8 +28,9 @@ class Routes:
         self.links = links
         self._ways: dict[tuple[str, bool, tuple[int, ...], int], Way] = {}
         self._known: dict[tuple[object, ...], Route] = {}
-        used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values())
-        self._by_communicator = any(link is not None and link.flow_limit is not None for link in used)
+        wide = [link for site in links.sites for link in (site.up, site.down)]
+        used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values(), *wide)
+        self._by_communicator = any(link is not None and (link.flow_limit is not None or link.loss) for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
         """Time in ns to quantise a byte to INT8 and back."""
 

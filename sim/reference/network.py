@@ -2,7 +2,7 @@
 
 A collective takes its ports in turns, first come, first served (``sim.network.turns``). It is slower while
 its ranks compute, and while several are in flight, as far as measurements show. Collectives inside two nodes
-share nothing. Those that cross nodes share the nodes' interfaces, and those that cross racks their uplinks.
+share nothing. Those that cross nodes share the nodes' interfaces, and those that cross racks or sites their links.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from real.supported import executed_part
 from sim.learning.trajectory import CLOCK, LEARNT
 from tuner.space import NAMES, needs, parameters_of, search_space, way_of
 
-AVERAGED = ["k_steps", "begin_step", "schedule", "warmup_epochs", "warmup", "fragments", "overlap_steps", "mixing"]
+AVERAGED = ["k_steps", "begin_step", "schedule", "warmup_epochs", "warmup", "fragments", "overlap_steps", "mixing", "worker_trainers"]
 AVERAGING = ["momentum", "buffers", "optimizer_state", "outer_lr", "outer_momentum", "outer_nesterov"]
 MERGED = ["k_steps", "avg", "remainder", "lr_per", "batch_norm_per"]
 SCALED = ["init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio", "use_dynamic_loss_scaling"]

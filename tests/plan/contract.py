@@ -251,7 +251,7 @@ class StrategyContract:
 
         def is_plain(operation: Operation) -> bool:
             bucket = operation.bucket
-            if bucket is None or len(strategy.plan.of_bucket[bucket]) > 1:
+            if bucket is None or len(strategy.plan.chain(bucket, operation.payload or "")) > 1:
                 return False
             return operation.kind == "all_reduce" and operation.wire_dtype == dtypes[bucket]
 
@@ -285,14 +285,19 @@ class StrategyContract:
         for operations in updates:
             of_buckets = [operation for operation in operations if operation.kind in COLLECTIVES and operation.bucket is not None]
             states = [operation for operation in of_buckets if operation.payload == "state"]
-            first = [operation for operation in of_buckets if operation.payload != "state"]
-            if first:
-                assert [what(operation) for operation in first] == [what(operation) for operation in strategy.plan.exchange]
-                assert {operation.payload for operation in first} <= {strategy.payload, "rows"}
-                carried += 1
+            gradients = [operation for operation in of_buckets if operation.payload in ("gradient", "rows")]
+            deltas = [operation for operation in of_buckets if operation.payload == "delta"]
+            apart = [operation for operation in strategy.plan.exchange if operation.payload != "delta"]
+            for own, planned in ((gradients, apart), (deltas, strategy.plan.averaging)):
+                if own:
+                    assert [what(operation) for operation in own] == [what(operation) for operation in planned]
+                    carried += 1
+            assert not gradients or strategy.combination.exchanges_gradients
+            assert not deltas or strategy.combination.is_local
+            assert len(gradients) + len(deltas) + len(states) == len(of_buckets)
             if states:
                 slots = strategy.plan.num_state_slots
-                assert [what(operation) for operation in states] == [what(operation, slots) for operation in strategy.plan.exchange]
+                assert [what(operation) for operation in states] == [what(operation, slots) for operation in strategy.plan.averaging]
             small = [operation for operation in operations if operation.kind in COLLECTIVES and operation.bucket is None]
             small = [operation for operation in small if not brings_buffers(operation)]
             gathers = {"agreement", "loss"}
@@ -314,7 +319,7 @@ class StrategyContract:
                 assert bool(operations) == (strategy.payload == "delta" and decider.state.updates > met)
                 if operations:
                     carried = [operation.bucket for operation in operations if operation.payload == "delta"]
-                    assert carried == [operation.bucket for operation in strategy.plan.exchange]
+                    assert carried == [operation.bucket for operation in strategy.plan.averaging]
                     assert [operation.kind for operation in operations].count("merge") == 1
                 assert decider.on(0, behind) == ()
 

@@ -102,7 +102,7 @@ SWITCHES: dict[str, Switch] = {
         variants=({"nccl_comm_num": 2, "sync_nccl_allreduce": False},),
         called=("nccl_comm_num", "sync_nccl_allreduce"),
         shows=lambda run: (
-            bool(run.plan.fragments) or (len(run.plan.leaves) == 2 and {operation.communicator for operation in run.operations} == {0, 1})
+            bool(run.plan.fragments) or (len(run.plan.leaves) >= 2 and {operation.communicator for operation in run.operations} >= {0, 1})
         ),
     ),
     "fusion by cost": Switch(
@@ -204,8 +204,18 @@ SWITCHES: dict[str, Switch] = {
         ),
         is_dense=True,
     ),
+    "workers of trainers": Switch(
+        variants=(_local(worker_trainers=2),),
+        called=("Local SGD", "localsgd", "worker_trainers"),
+        shows=lambda run: (
+            {(operation.kind, operation.group, operation.payload) for operation in run.operations}
+            >= {("all_reduce", "inner", "gradient"), ("all_reduce", "outer", "delta"), ("all_gather", "inner", "delta")}
+        ),
+        is_dense=True,
+    ),
 }
 ONE_FIELD = "-"
+LETTERS = (*string.ascii_letters, *(f"a{letter}" for letter in string.ascii_lowercase))
 """In the table: two values of one field, which cannot meet."""
 
 
@@ -275,7 +285,7 @@ def refusal(fields: Fields) -> str | None:
 def exclusions() -> list[tuple[str, str, str]]:
     """All combinations that ``DistributedStrategy`` refuses: two names and the reason."""
     found = [(one, other, reason) for _, one, other, reason in rows_of(DistributedStrategy())]
-    assert len(found) <= len(string.ascii_letters), "the docs letter them"
+    assert len(found) <= len(LETTERS), "the docs letter them"
     return found
 
 
@@ -289,7 +299,7 @@ def answer(first: str, second: str) -> str:
         message = refusal(fields)
         letters = [
             letter
-            for letter, (one, other, reason) in zip(string.ascii_letters, exclusions(), strict=False)
+            for letter, (one, other, reason) in zip(LETTERS, exclusions(), strict=False)
             if message is not None and f"{one} and {other} exclude each other: {reason}" in message
         ]
         assert len(letters) == (message is not None), message
@@ -312,7 +322,7 @@ def reasons() -> str:
     """The docs' list of refusals, as the code has it."""
     return "\n".join(
         f"| {letter} | {one} and {other} | {reason} |"
-        for letter, (one, other, reason) in zip(string.ascii_letters, exclusions(), strict=False)
+        for letter, (one, other, reason) in zip(LETTERS, exclusions(), strict=False)
     )
 
 

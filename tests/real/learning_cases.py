@@ -99,8 +99,12 @@ _OF_FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hierarchy, fp16": ({**_DIGITS, **_FLOAT32}, {"use_hierarchical_allreduce": True, "fp16_allreduce": True}),
     "outer, BF16": ({**_DIGITS, **_FLOAT32}, {"bf16_allreduce": True} | _local(k_steps=4, outer_lr=0.7, outer_momentum=0.9)),
     "hierarchy, local": (_DIGITS, {"use_hierarchical_allreduce": True} | _local(k_steps=4)),
+    "workers": (_DIGITS, _local(k_steps=4, worker_trainers=2)),
+    "workers beside steps": (_DIGITS, _local(k_steps=6, fragments=2, overlap_steps=2, outer_momentum=0.5, worker_trainers=2)),
+    "workers, momentum averaged, merge": ({**_DIGITS, **_EPOCHS}, _merge() | _local(k_steps=2, momentum="average", worker_trainers=2)),
+    "workers, BF16": ({**_DIGITS, **_FLOAT32}, {"bf16_allreduce": True} | _local(k_steps=4, outer_momentum=0.5, worker_trainers=2)),
 }
-ROUNDED = ("fp16 wire", "bf16 wire", "hierarchy, fp16", "outer, BF16", "amp fp16", "amp fp16, local", "amp bf16")
+ROUNDED = ("fp16 wire", "bf16 wire", "hierarchy, fp16", "outer, BF16", "workers, BF16", "amp fp16", "amp fp16, local", "amp bf16")
 """Cases in which numbers are rounded to 16 bits, so that another order of sums moves one of them now and then."""
 
 

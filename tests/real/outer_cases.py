@@ -25,4 +25,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "two fragments in BF16": ({"k_steps": 6, "fragments": 2, "overlap_steps": 1, **DILOCO}, {**SEVERAL, "bf16_allreduce": True}),
 }
+PAIRS = {"worker_trainers": 2}
+WORKERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "workers": ({**ROUNDS, **PAIRS}, {}),
+    "workers, several buckets, outer": ({**ROUNDS, **DILOCO, **PAIRS}, SEVERAL),
+    "workers, two fragments beside two steps": (
+        {"k_steps": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.25, **DILOCO, **PAIRS},
+        SEVERAL,
+    ),
+    "workers, free communicators": (
+        {"k_steps": 6, "fragments": 2, "overlap_steps": 1, **DILOCO, **PAIRS},
+        {**SEVERAL, "nccl_comm_num": 2, "sync_nccl_allreduce": False},
+    ),
+    "workers in BF16": ({**ROUNDS, **DILOCO, **PAIRS}, {**SEVERAL, "bf16_allreduce": True}),
+}
+"""Of four ranks, in workers of two trainers."""
 LEADERS = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 2}

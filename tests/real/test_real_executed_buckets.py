@@ -22,10 +22,10 @@ class Recorder(ZeroTrainer):
         super().__init__()
         self.carried: list[tuple[int, int]] = []
 
-    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None) -> Started:
+    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None, group: str = "world") -> Started:
         """See ``ZeroTrainer``."""
         self.carried.append((tensor.data_ptr(), tensor.numel()))
-        return super().start_average(tensor, communicator, ended)
+        return super().start_average(tensor, communicator, ended, group)
 
 
 class Mixed(nn.Module):

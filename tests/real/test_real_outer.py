@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import training_problem as problem
-from outer_cases import CASES, STEPS
+from outer_cases import CASES, STEPS, WORKERS
 from processes import Arrays, run_ranks
 from torch.nn.functional import cross_entropy
 from torchft_fragments import golden
@@ -27,10 +27,23 @@ def ranks() -> Callable[[int, str], list[Arrays]]:
     return functools.cache(lambda number, backend: run_ranks(RANK, number, backend))
 
 
+def leave_gradients(networks: list[torch.nn.Module], step: int, together: int) -> None:
+    """Of each rank's batch, and of so many ranks together their mean."""
+    for rank, network in enumerate(networks):
+        inputs, labels = problem.own_batch(step, rank, len(networks), "float64")
+        cross_entropy(network(inputs), labels).backward()
+    for first in range(0, len(networks), together):
+        for same in zip(*(network.parameters() for network in networks[first : first + together]), strict=True):
+            mean = torch.stack([own.grad for own in same if own.grad is not None]).mean(dim=0)
+            for own in same:
+                own.grad = mean.clone()
+
+
 def written_out(number: int, changes: dict[str, Any]) -> tuple[np.ndarray[Any, Any], set[int]]:
     """Parameters ``(ranks, steps, parameters)`` of DiLoCo as the papers write it, and the steps after which a merge comes.
 
-    The outer optimizer is torch's own, over copies of the parameters that have the averaged difference as their gradient.
+    The outer optimizer is torch's own, over copies of the parameters that have the averaged difference as their gradient. Ranks of a worker
+    step on the mean of their gradients.
     """
     networks = [problem.model("float64") for _ in range(number)]
     inner = [torch.optim.AdamW(network.parameters(), lr=0.01) for network in networks]
@@ -44,9 +57,8 @@ def written_out(number: int, changes: dict[str, Any]) -> tuple[np.ndarray[Any, A
     period, overlap, share = changes["k_steps"] // len(parts), changes.get("overlap_steps", 0), changes.get("mixing", 0.0)
     history, merges, waiting = [], set(), {}
     for step in range(1, STEPS + 1):
-        for rank, (network, optimizer) in enumerate(zip(networks, inner, strict=True)):
-            inputs, labels = problem.own_batch(step, rank, number, "float64")
-            cross_entropy(network(inputs), labels).backward()
+        leave_gradients(networks, step, changes.get("worker_trainers", 1))
+        for optimizer in inner:
             optimizer.step()
             optimizer.zero_grad()
         locals_ = [list(network.parameters()) for network in networks]
@@ -90,6 +102,23 @@ def test_it_is_the_written_out_loop(ranks: Callable[[int, str], list[Arrays]], n
     for rank, own in zip(ranks(number, backend), expected, strict=True):
         np.testing.assert_allclose(rank[f"{name}/history"], own, rtol=0, atol=tolerance)
     assert len(merges) >= 6
+
+
+@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("deferred", marks=pytest.mark.slow)])
+def test_workers_of_two_are_the_written_out_loop(ranks: Callable[[int, str], list[Arrays]], backend: str, name: str) -> None:
+    """Ranks of a worker hold the same bits after every step, and all ranks at the end; every rank is the loop's."""
+    expected, _ = written_out(4, WORKERS[name][0])
+    found = ranks(4, backend)
+    for rank, own in zip(found, expected, strict=True):
+        off = np.abs(rank[f"{name}/history"] - own)
+        assert (np.quantile(off, 0.95) < 2e-3) if "BF16" in name else (off.max() < 1e-12)  # Adam steps by signs, which rounding may turn
+        np.testing.assert_array_equal(rank[f"{name}/end"], found[0][f"{name}/end"])
+    for first, second in ((0, 1), (2, 3)):
+        np.testing.assert_array_equal(found[first][f"{name}/history"], found[second][f"{name}/history"])
+    assert not np.array_equal(found[0][f"{name}/history"][0], found[2][f"{name}/history"][0])
+    alone, _ = written_out(4, WORKERS[name][0] | {"worker_trainers": 1})
+    assert np.abs(alone - expected).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -116,7 +116,7 @@ def test_gloo_takes_as_long_as_its_bytes() -> None:
 @pytest.mark.slow
 def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     """One direction of one link at 90 % of its rate is found, and mended it is not found."""
-    wrong = link_shaping.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10)])[1]
+    wrong = link_shaping.shape([Wire(lower="host1", upper="switch", rate_bps=RATE * 9 // 10, down_bps=RATE)])[1]
     assert wrong.namespace == "host1"
     try:
         testbed.apply([wrong])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
+from fleetbench.cluster import Cluster, Link, NodeOverride, Racks, Site
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
@@ -80,6 +80,44 @@ def test_one_rack_needs_no_uplink() -> None:
     """Whatever its oversubscription, nothing leaves it."""
     topology = topology_of(Cluster(nodes=3, inter=link(100), racks=Racks(nodes=8, oversubscription=4.0)))
     assert {wire.upper for wire in topology.wires} == {"switch"}
+
+
+SITES = (Site(nodes=1, up=link(50, 20_000), down=link(40, 10_000)), Site(nodes=2, up=link(30, 2_000)))
+
+
+def test_sites_have_a_link_each_that_differs_by_direction() -> None:
+    """The end that sends upwards has the rate of ``up``, the other one that of ``down``."""
+    topology = topology_of(Cluster(nodes=3, inter=link(100, 1_000), sites=SITES))
+    assert rates(topology) == {
+        ("host0", "site0"): 100,
+        ("host1", "site1"): 100,
+        ("host2", "site1"): 100,
+        ("site0", "core"): 50,
+        ("site1", "core"): 30,
+    }
+    assert topology.slowest_bps == 30 * MBIT
+    shaped = {
+        (step.namespace, step.lines[0].split()[3]): step.lines[0].split(" rate ")[1].split()[0]
+        for step in link_shaping.shape(topology.wires)
+    }
+    assert shaped["site0", "uplink"] == "50000000bit"
+    assert shaped["core", "p-site0"] == "40000000bit"
+    assert shaped["core", "p-site1"] == shaped["site1", "uplink"] == "30000000bit"
+
+
+def test_a_message_between_sites_takes_the_latencies_of_both_in_addition() -> None:
+    """Those of the sender's way up and of the receiver's way down; inside a site, and to a switch, only the hosts' own."""
+    topology = topology_of(Cluster(nodes=3, inter=link(100, 1_000), sites=SITES))
+    late = {
+        pair: topology.latency_ns(*pair) / 10**6 for pair in [("host0", "host1"), ("host2", "host0"), ("host1", "host2"), ("host0", "core")]
+    }
+    assert late == {("host0", "host1"): 1 + 20 + 2, ("host2", "host0"): 1 + 2 + 10, ("host1", "host2"): 1, ("host0", "core"): 1}
+
+
+def test_racks_of_sites_are_not_built() -> None:
+    """The simulator has both."""
+    with pytest.raises(ConfigError, match="racks or sites"):
+        topology_of(Cluster(nodes=3, inter=link(100), sites=SITES, racks=Racks(nodes=1, oversubscription=2.0)))
 
 
 def test_addresses_are_unique() -> None:

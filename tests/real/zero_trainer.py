@@ -77,7 +77,7 @@ class ZeroTrainer:
             self._update_lane = ThreadLane("update")
         return self._update_lane
 
-    def prove(self, together: int) -> None:
+    def prove(self, together: int, *, beside: bool = False) -> None:
         """See ``Communicators``."""
 
     def order_lanes(self) -> None:
@@ -87,12 +87,12 @@ class ZeroTrainer:
         """See ``Communicators``."""
         return (0, 1)
 
-    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None) -> Started:
+    def start_average(self, tensor: torch.Tensor, communicator: int, ended: Callable[[], None] | None, group: str = "world") -> Started:
         """See ``Communicators``."""
 
         def carry() -> None:
             try:
-                self.all_reduce(tensor, "mean", "world", max(communicator, 0))
+                self.all_reduce(tensor, "mean", group, max(communicator, 0))
             finally:
                 if ended is not None:
                     ended()

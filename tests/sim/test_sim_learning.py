@@ -290,6 +290,15 @@ def test_only_what_is_learnt_from_is_in_the_key() -> None:
     assert by_ranks == key("cluster.nodes=8", "cluster.trainers_per_node=2", hierarchy)
 
 
+WORKERS = [name for name in cases(4) if name.startswith("workers")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if "beside" in name else pytest.mark.slow) for name in WORKERS])
+def test_workers_of_two_trainers_learn_as_four_processes(name: str, real: Real, tmp_path: Path) -> None:
+    """Two workers of two: the losses, rounds and parameters of processes."""
+    _compare(name, cases(4)[name], real(name, 4, STEPS, parts=len(cases(4))), tmp_path, "loop")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fleetbench.plan.adaptive_k.AdaptiveStepsKept")
 @pytest.mark.parametrize(("name", "way"), OF_FOUR)

@@ -175,7 +175,7 @@ def test_virtual_trainers_train_shards_as_whole_models_and_refuse_workers_of_sev
     one, other = (assemble(digits, strategy=strategy) for strategy in (plain, sharded))
     assert learnt_from(one) == learnt_from(other)
     workers = {"sharding_configs": {"sharding_degree": 1}, "localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    with pytest.raises(ConfigError, match="knows no workers of several trainers"):
+    with pytest.raises(ConfigError, match="knows no sharded workers"):
         learnt_from(assemble(digits, strategy=sharded | workers))
 
 

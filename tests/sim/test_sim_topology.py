@@ -5,13 +5,16 @@ A bucket of 1200 bytes is ready with the end of a compute of 300 ns; at 8 Gbit/s
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 from typing import Any
 
 import pytest
 from sim_cases import carried_ns, in_ns, layered, link
 
-from fleetbench.cluster import NodeOverride, Racks
+from fleetbench.cluster import Link, NodeOverride, Racks, Site
+from fleetbench.errors import ConfigError
+from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
 from sim.arrays.event_loop import Meetings
@@ -81,6 +84,84 @@ def test_inside_a_rack_the_uplink_is_not_used() -> None:
 def test_the_last_rack_has_the_uplink_of_its_own_nodes() -> None:
     """Five nodes in racks of four: the fifth's uplink carries 8 Gbit/s over 2, so the ring goes at half speed: 2 x 4/5 x 1200 x 2."""
     assert in_ns(run(nodes=5, inter=link(8), racks=Racks(nodes=4, oversubscription=2.0)), "exposed_comm_s") == [3_840] * 5
+
+
+def lossy(gbit_per_s: float, latency_ns: int, loss: float) -> Link:
+    """A link that loses packets."""
+    return dataclasses.replace(link(gbit_per_s, latency_ns), loss=loss)
+
+
+@pytest.mark.parametrize(("down_ns", "took"), [(50, 2 * 1_200 + 140), (800, 1_200 + 600 + 140 + 1_010)])
+def test_links_between_sites_differ_by_direction(down_ns: int, took: int) -> None:
+    """Two sites of a node: 600 bytes at 2 ns a byte and 140 ns of latency one way, at 1 ns a byte and more latency back.
+
+    Rank 0 sends two messages one after the other; or the second waits for rank 1's first, which has waited for rank 0's first.
+    """
+    sites = (Site(nodes=1, up=link(4, 100), down=link(8, down_ns)), Site(nodes=1, up=link(16, 200), down=link(8, 30)))
+    result = run(inter=link(8, 10), sites=sites)
+    assert in_ns(result, "exposed_comm_s") == [took] * 2
+
+
+def test_nodes_of_a_site_share_its_link_as_those_of_a_rack_share_an_uplink() -> None:
+    """Two sites of two nodes, whose link carries half of what the nodes can send: as with racks, oversubscribed twice."""
+    strategy = SCATTER | {"hierarchical_inner_ranks": 2}
+    racks = run(nodes=4, inter=link(8), racks=Racks(nodes=2, oversubscription=2.0), strategy=strategy)
+    sites = run(nodes=4, inter=link(8), sites=(Site(nodes=2, up=link(8), count=2),), strategy=strategy)
+    assert [carried_ns(sites, rank) for rank in range(4)] == [carried_ns(racks, rank) for rank in range(4)]
+
+
+def test_inside_a_site_its_link_is_not_used() -> None:
+    """Sites of three nodes and one, in pairs: those of the first site are as without sites, the second pair has a slow link between."""
+    sites = (Site(nodes=3, up=link(0.8, 1_000)), Site(nodes=1, up=link(8, 500)))
+    result = run(nodes=4, inter=link(8, 10), sites=sites, strategy=PAIRS)
+    assert carried_ns(result, 0)["reduce 0"] == (300, 1_510)
+    assert carried_ns(result, 2)["reduce 0"] == (300, 300 + 10 + 500 + 1_000 + 12_000)  # towards rank 2, and down is as up: 10 ns a byte
+    assert carried_ns(result, 0)["all_reduce 0"][0] == carried_ns(result, 2)["reduce 0"][1]
+
+
+def test_lost_packets_limit_a_connection() -> None:
+    """A share of 0.015 lost, a round trip of 14,480 ns: sqrt(3/2) / sqrt(0.015) = 10 segments of 1448 bytes in it, 1 ns a byte.
+
+    So a ring goes at 1 ns a byte on a link of a tenth, and two communicators, which have a connection each, at 1 ns a byte each.
+    """
+    wide = lossy(80, 7_240, 0.015)
+    sites = (Site(nodes=1, up=wide, down=link(80)), Site(nodes=1, up=wide, down=link(80)))
+    result = run(inter=link(80), sites=sites)
+    assert in_ns(result, "exposed_comm_s") == [1_200 + 2 * 7_240] * 2
+    both = run(TWO, inter=link(80), sites=sites, strategy=FREE)
+    assert {end - start for start, end in carried_ns(both).values()} == {1_200 + 2 * 7_240}
+
+
+def test_losses_of_a_path_add_up() -> None:
+    """By each of the links that it passes: 1 - 0.99 x 0.98; acknowledgements may be lost."""
+    sites = (Site(nodes=1, up=lossy(80, 1_000, 0.01), down=link(80)), Site(nodes=1, up=link(80), down=lossy(80, 500, 0.02)))
+    links = Links.of(layered(ONE, inter=link(80), sites=sites))
+    hop, back = links.hop(0, 1), links.hop(1, 0)
+    assert hop.connection is not None
+    assert hop.connection[1] == round(8e9 * 1448 / 1_500 * (1.5 / (1 - 0.99 * 0.98)) ** 0.5)
+    assert back.connection is None
+    assert (hop.latency_ns, back.latency_ns) == (1_500, 0)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "match"),
+    [
+        ({"nodes": 3, "sites": (Site(nodes=1, up=link(1), count=2),)}, r"sites.*3 nodes.*2 nodes"),
+        ({"sites": (Site(nodes=1, up=link(1), count=2),), "collective": "nccl-hopper"}, r"collective.*whole collectives"),
+        ({"sites": (Site(nodes=1, up=link(1), count=2),), "collective": "measured"}, r"collective.*whole collectives"),
+    ],
+)
+def test_sites_that_do_not_fit_are_refused(cluster: dict[str, Any], match: str) -> None:
+    """With both numbers, or the reason."""
+    with pytest.raises(ConfigError, match=match):
+        run(inter=link(8), **cluster)
+
+
+@pytest.mark.parametrize("change", [{"latency": 0}, {"framing": "roce"}, {"mtu": 9000}, {"loss": 0.2}])
+def test_losses_without_a_tcp_window_are_refused(change: dict[str, Any]) -> None:
+    """Loss counts by round trip, for packets of TCP of the usual size, and while windows count more than timeouts."""
+    with pytest.raises(ConfigError, match="loss"):
+        Link(**{"bandwidth": BitsPerSecond(10**9), "latency": Nanoseconds(1_000), "loss": 0.01} | change)
 
 
 def test_directions_are_apart() -> None:
