@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from fleetbench.churn import Churn
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
 from fleetbench.framing import DEFAULT_MTU, Framing, default_efficiency, default_framing, payload_share
@@ -239,6 +240,8 @@ class Cluster(Config):
     """Settings of some nodes that differ from those of the others."""
     stragglers: tuple[Straggler, ...] = ()
     """Entries that slow trainers down. The slowdowns of several entries multiply."""
+    churn: Churn | None = None
+    """Nodes that leave and come back, such as spot instances. ``nodes`` is then the largest number of nodes."""
 
     @property
     def trainers(self) -> int:
@@ -303,6 +306,8 @@ class Cluster(Config):
                 "server i shares node i, and there are more servers than nodes", "servers", repr(self.servers), f"at most {self.nodes}"
             )
         self._refuse_sites()
+        if self.churn is not None:
+            self.churn.check_nodes(self.nodes)
         for index, override in enumerate(self.node_overrides):
             _refuse_unknown(override.nodes, self.nodes, "node", f"node_overrides[{index}].nodes")
         for index, entry in enumerate(self.stragglers):

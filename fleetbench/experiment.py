@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 import tomli_w
 
 from fleetbench import hugging_face
+from fleetbench.churn import with_trace
 from fleetbench.cluster import Cluster
 from fleetbench.collective_logs import with_measured
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
@@ -243,11 +244,11 @@ class Experiment(Config):
 
         Shorthands are expanded first: ``cluster.preset`` to its fields (``fleetbench.hardware.presets``), a
         ``config.json`` as ``workload.model`` to a model with options (``fleetbench.hugging_face``), and a log
-        in ``cluster.measured`` to its points.
+        in ``cluster.measured`` to its points, and a file in ``cluster.churn.trace`` to its rows.
         """
         if (schema := data.get("schema", SCHEMA)) != SCHEMA:  # before its keys, which another schema may name differently
             raise ConfigError("not a schema of this version", "schema", repr(schema), f"this version reads schema {SCHEMA}")
-        return decode(expanded(hugging_face.expanded(with_measured(data))), cls, "")
+        return decode(expanded(hugging_face.expanded(with_trace(with_measured(data)))), cls, "")
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
@@ -354,7 +355,8 @@ def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folder
     entries = cluster.get("stragglers")
     named = [(entry, "path") for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)]
     models = [(workload, "model")] if str(workload.get("model")).endswith(".json") else []
-    for table, key in ((workload, "profile"), *models, *named):
+    churn = [(rows, "trace")] if isinstance(rows := cluster.get("churn"), dict) else []
+    for table, key in ((workload, "profile"), *models, *named, *churn):
         if isinstance(table.get(key), str):
             table[key] = change(table[key])
     if isinstance(logs := cluster.get("measured"), str | list):

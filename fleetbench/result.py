@@ -153,6 +153,9 @@ class Summary:
     loss_from: str | None = None
     """Source of a simulation's losses: ``virtual trainers`` or ``a declared curve``. None for other
     executors, and without losses."""
+    churn: list[dict[str, Any]] | None = None
+    """Goodput under ``cluster.churn`` by policy, with the fields of ``sim.churn.goodput.Goodput``; all other
+    figures are of an undisturbed run. None for other executors, and without churn."""
 
     @property
     def busy(self) -> str | None:

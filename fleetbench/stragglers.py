@@ -205,16 +205,16 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
         slow = np.isin(ranks, straggler.ranks) if isinstance(straggler, SlowRank) else np.isin(nodes, straggler.nodes)
         return np.broadcast_to(np.where(slow, straggler.factor - 1.0, 0.0)[:, None], shape)
     if isinstance(straggler, Jitter):
-        return quantile(straggler.distribution, _uniform(seed, entry, 0, ranks, steps), straggler.mean, straggler.cv)
+        return quantile(straggler.distribution, uniform(seed, entry, 0, ranks, steps), straggler.mean, straggler.cv)
     if isinstance(straggler, NodeShock):
         nodes = nodes if straggler.scope == "node" else np.zeros_like(nodes)
-        size = quantile(straggler.distribution, _uniform(seed, entry, 0, nodes, steps), straggler.mean, straggler.cv)
-        return np.where(_uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
+        size = quantile(straggler.distribution, uniform(seed, entry, 0, nodes, steps), straggler.mean, straggler.cv)
+        return np.where(uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
     if isinstance(straggler, Empirical | Blocks):
         values, block = np.atleast_2d(straggler.values), straggler.block_steps if isinstance(straggler, Blocks) else 1
         group, row = np.divmod(ranks, len(values))
         number, within = np.divmod(steps - 1, block)
-        first = (_uniform(seed, entry, 0, group, number + 1) * values.shape[1]).astype(np.int64)
+        first = (uniform(seed, entry, 0, group, number + 1) * values.shape[1]).astype(np.int64)
         return np.asarray(values[row[:, None], (first + within) % values.shape[1]])
     if isinstance(straggler, Episode):
         return _episodes(straggler, seed, entry, ranks, steps)
@@ -228,7 +228,7 @@ def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps:
     last = int(steps[-1])
     if last < 1:
         return np.zeros((len(ranks), len(steps)))
-    chances = _uniform(seed, entry, 0, ranks, np.arange(1, last + 1))
+    chances = uniform(seed, entry, 0, ranks, np.arange(1, last + 1))
     ill = np.zeros(len(ranks), dtype=bool)
     history = np.zeros((len(ranks), last), dtype=bool)
     for column in range(last):
@@ -242,7 +242,7 @@ def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps:
     return result
 
 
-def _uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers) -> Floats:
+def uniform(seed: int, entry: int, purpose: int, who: Integers, steps: Integers) -> Floats:
     """Return uniform draws in (0, 1), shape ``(len(who), len(steps))``: a stateless hash of the counters."""
     key = splitmix64(splitmix64(splitmix64(np.uint64(seed % 2**64)) ^ np.uint64(entry)) ^ np.uint64(purpose))
     rows = splitmix64(key ^ who.astype(np.uint64))

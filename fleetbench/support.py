@@ -36,6 +36,7 @@ def changed_fields(value: Config, prefix: str) -> list[tuple[str, Any]]:
 
 _HINT = "leave it at its default, or choose another executor"
 _HINTS = {
+    "cluster.churn": "leave it out: the nodes of collective training alone leave and come back, in the simulator",
     "cluster.servers": 'set strategy.mode = "ps", which is for servers, or leave them out',
     "cluster.server_placement": 'set strategy.mode = "ps", which is for servers, or leave it out',
 }

@@ -74,7 +74,7 @@ _UNREALISED = "intra inter racks sites nics_per_node cores_per_node collective m
 UNREALISED = tuple(_UNREALISED.split())
 """Fields of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})
-_CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", *UNREALISED))
+_CLUSTER = frozenset(f"cluster.{name}" for name in ("nodes", "trainers_per_node", "stragglers", "churn", *UNREALISED))
 
 
 _SHARDED_FIELDS = """

@@ -37,7 +37,7 @@ MOST_KEPT = 2**22
 strategies."""
 _CLUSTER = """
 nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks sites
-node_overrides stragglers
+node_overrides stragglers churn
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
 _WORKLOAD = WORKLOAD | LOSSES
@@ -161,6 +161,7 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         (local.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
         (served and cluster.first_exchange, "cluster.first_exchange", "it applies to collectives"),
         (experiment.run.environment, "run.environment", "no process is started"),
+        (cluster.churn, "cluster.churn", "the steps are those of an undisturbed run; goodput has figures of its own"),
     )
     return found + [skip(name, why) for is_set, name, why in left_out if is_set]
 

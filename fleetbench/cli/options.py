@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001  # argparse has no public name for it
 
 
+UNDISTURBED = "cluster.churn is left out here: fleetbench sim, and tune --simulate-only without --sweep, simulate it"
+
+
 def add_command(commands: Commands, name: str, summary: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
     """Add a command's parser; ``run`` takes the parsed arguments and returns the exit code."""
     parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
@@ -123,8 +126,15 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
             with contextlib.suppress(TypeError, KeyError, AttributeError):  # of wrong data, which decoding refuses
                 _leave_out_nodes(data, override, nodes)
         experiment = Experiment.from_dict(data)
-    notes = (described(data), *(str(entry.message) for entry in caught))
+    left_out = UNDISTURBED if experiment.cluster.churn is not None and _is_undisturbed(vars(arguments)) else None
+    notes = (described(data), left_out, *(str(entry.message) for entry in caught))
     return experiment, list(dict.fromkeys(note for note in notes if note is not None))
+
+
+def _is_undisturbed(options: dict[str, Any]) -> bool:
+    """Whether a command with these options takes no node away, even if the experiment declares churn."""
+    several = options.get("seeds") is not None or options.get("what_if") or options.get("sweep")
+    return bool(several) or options.get("simulate_only") is False
 
 
 def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
             learnt = learn(experiment, advance)
     with progress.steps("simulate") as advance:
         result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None, learnt=learnt)
+    found = None
+    if experiment.cluster.churn is not None:
+        from fleetbench.config import encode
+        from sim.churn.goodput import goodputs
+
+        found = goodputs(experiment)
+        result = dataclasses.replace(result, summary=dataclasses.replace(result.summary, churn=encode(found)))
     result = save_run(result, arguments.out)
     if arguments.json:
         emit(result.summary.to_json())
@@ -97,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.cli import tables
 
     tables.print_runs({"simulated": result.summary}, result.experiment)
+    if found is not None:
+        tables.print_goodput(found, experiment.cluster)
     if result.summary.engine is not None:
         emit(f"engine: {result.summary.engine}")
     emit(f"run: {result.path}")

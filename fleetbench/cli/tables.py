@@ -11,12 +11,14 @@ from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.cluster import Cluster
 from fleetbench.config import flat
 from fleetbench.experiment import Experiment
-from fleetbench.quantities import counted
+from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import Summary
 from fleetbench.utilisation import Utilisation
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from sim.churn.goodput import Goodput
 
 TIMES = (
     ("step_s.mean", "step, mean"),
@@ -116,3 +118,33 @@ def runs_table(runs: Mapping[str, Summary], target: str = "") -> Table:
     for key, name, spell in _COUNTS:
         table.add_row(name, *(spell(values.get(key)) for values in figures.values()))
     return table
+
+
+def goodput_table(title: str, *first: str, has_price: bool) -> Table:
+    """Return a table for the cells of ``goodput_cells`` after those of the ``first`` columns."""
+    price = ["price of 1e6"] if has_price else []
+    names = (*first, "checkpoint every", "useful samples/s", *price, "of undisturbed", "paid time that brings no sample")
+    table = new_table(title, *names, left=(names[-1],))
+    table.caption = "of undisturbed: useful samples per paid second of a trainer, as a share of those with all nodes and no checkpoint"
+    return table
+
+
+def goodput_cells(one: Goodput, rate: float, price: float | None, *, has_price: bool) -> list[str]:
+    """Return the cells of a policy's row; ``rate`` and ``price`` may count the samples to a target."""
+    half = (one.interval[1] - one.interval[0]) / 2 / one.samples_per_s if one.samples_per_s else 0.0
+    spread = f" +-{units.percent(half)}" if len(one.by_seed) > 1 else ""
+    costs = [units.NONE if price is None else f"{price:,.2f}"] if has_price else []
+    return [one.every, f"{rate:,.4g}{spread}", *costs, units.percent(one.share), one.idle]
+
+
+def print_goodput(found: list[Goodput], cluster: Cluster) -> None:
+    """Print the goodput of a strategy under each policy."""
+    first = found[0]
+    drawn = "of a trace" if len(first.by_seed) == 1 else f"with each of {len(first.by_seed)} seeds"
+    took = f"{hours_or_days(first.wall_s / 3600)} {drawn}"
+    title = f"under cluster.churn: up to {counted(cluster.nodes, 'node')}, {took}, K = {first.local_steps}"
+    has_price = any(one.price is not None for one in found)
+    table = goodput_table(title, "policy", has_price=has_price)
+    for one in found:
+        table.add_row(one.policy, *goodput_cells(one, one.samples_per_s, one.price, has_price=has_price))
+    emit_table(table)

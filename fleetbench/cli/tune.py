@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fleetbench.strategy import DistributedStrategy
     from tuner.recommendation import Recommendation
     from tuner.simulated.answer import SimulatedRecommendation
+    from tuner.simulated.churn import UnderChurn
     from tuner.simulated.sizes import Sizes
 
 
@@ -187,9 +188,27 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
     needs = f"; {units.size(sum(found.memory.values()))} per trainer: {parts}" if parts else ""
     emit(f"fits in memory: {_spelled(found.fits_in_memory)}{needs}")
     emit("\n".join(f"note: {note}" for note in found.notes))
+    if found.churn is not None:
+        emit_table(_choices(found.churn))
+        emit("\n".join(f"note: {note}" for note in found.churn.told))
+        emit(f"{found.churn.line}\nstrategy: {folder / 'recommended_churn.toml'}")
     emit(found.line)
     emit(f"recommendation: {folder / 'recommended.toml'}")
     return 0
+
+
+def _choices(found: UnderChurn) -> Table:
+    from fleetbench.cli.tables import goodput_cells, goodput_table
+
+    more = ["samples to target"] if found.is_to_target else []
+    title = f"under cluster.churn: the best intervals of {len(found.choices)} choices, and Young's and Daly's"
+    has_price = found.choices[0].price is not None
+    table = goodput_table(title, "policy", "K", *more, has_price=has_price)
+    for one in found.rows:
+        name = f"{one.goodput.policy}{f', {one.rule}' if one.rule else ''}"
+        first = (name, str(one.strategy.local_steps), *[f"{one.samples_to_target:.2f}x"][: len(more)])
+        table.add_row(*first, *goodput_cells(one.goodput, one.rate, one.price, has_price=has_price))
+    return table
 
 
 def _strategies(found: SimulatedRecommendation) -> Table:

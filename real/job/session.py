@@ -230,6 +230,8 @@ class Session(LegSession):
                 skipped.append(skip("cluster.server_placement", f"{launcher} puts all servers on this machine"))
             if cluster.nodes > 1:
                 skipped.append(skip("cluster.nodes", f"{launcher} puts all trainers on this machine"))
+        if cluster.churn is not None:
+            skipped.append(skip("cluster.churn", "a real run preempts no node; fleetbench sim simulates the goodput"))
         if is_emulated(self._experiment):
             skipped += not_emulated(self._experiment, leg.strategy)
         return skipped

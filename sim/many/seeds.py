@@ -42,12 +42,14 @@ class Interval:
     std: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
-        """Return the interval mean +- t(n - 1) std / sqrt(n) of at least two values."""
+    def of(cls, values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+        """Return the interval mean +- t(n - 1) std / sqrt(n) of at least two values; of one value, without width."""
+        if len(values) == 1:
+            return cls(mean=values[0], low=values[0], high=values[0], std=0.0)
         from scipy import stats
 
         mean, std = statistics.fmean(values), statistics.stdev(values)
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * std / math.sqrt(len(values))
+        half = float(stats.t.ppf((1 + confidence) / 2, len(values) - 1)) * std / math.sqrt(len(values))
         return cls(mean=mean, low=mean - half, high=mean + half, std=std)
 
 

@@ -60,6 +60,7 @@ PUBLISHED_KEYS = [  # by hand, from the documented example of summary.json
     "per_trainer",
     "foreign_cores",
     "loss_from",
+    "churn",
 ]
 
 

@@ -22,11 +22,11 @@ from fleetbench.stragglers import (
     SlowRank,
     Straggler,
     Trace,
-    _uniform,
     _unit_interval,
     draws,
     splitmix64,
     stretch,
+    uniform,
 )
 
 SPLITMIX64 = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
@@ -58,7 +58,7 @@ def test_the_hash_is_splitmix64() -> None:
 
 def test_uniform_draws_are_uniform_and_never_0_or_1() -> None:
     """Moments of 200,000 draws within 4 standard errors; the extreme hashes lie half a cell inside (0, 1)."""
-    u = _uniform(1, 0, 0, np.arange(100), np.arange(2000)).ravel()
+    u = uniform(1, 0, 0, np.arange(100), np.arange(2000)).ravel()
     assert abs(u.mean() - 0.5) < 4 * math.sqrt(1 / 12 / u.size)
     assert abs(u.var() - 1 / 12) < 4 * math.sqrt(1 / 180 / u.size)
     assert len(np.unique(u)) == u.size

@@ -30,7 +30,9 @@ from tuner.notes import Annotated, Note, Remark
 from tuner.pytorch import page_of
 from tuner.simulated import candidates, sharded
 from tuner.simulated.assumptions import assumptions, changed
+from tuner.simulated.churn import UnderChurn, by_local_steps, under_churn
 from tuner.simulated.uncertainty import CONFIDENCE, Spread, spread_of, ways_outside
+from tuner.space import way_of
 from tuner.to_target import Updates
 from tuner.verify import Progress
 from tuner.ways import Ways, over_seeds
@@ -138,6 +140,8 @@ class SimulatedRecommendation(Annotated):
     knobs: tuple[Knob, ...]
     runners_up: tuple[Rival, ...]
     cases: tuple[Case, ...]
+    churn: UnderChurn | None = None
+    """Choice under ``cluster.churn``, if the experiment has it; all other fields are of an undisturbed cluster."""
     seeds: int
     num_trials: int
     num_reranked: int
@@ -181,6 +185,8 @@ class SimulatedRecommendation(Annotated):
         """Write ``recommended.toml``, then ``recommendation.json``, each whole or not at all."""
         nothing_ran = "nothing was run: fleetbench tune without --simulate-only measures it"
         self.strategy.save(folder / "recommended.toml", self.line, nothing_ran, f"experiment {self.name} {self.experiment}", *self.notes)
+        if self.churn is not None:
+            self.churn.choices[0].strategy.save(folder / "recommended_churn.toml", self.churn.line, nothing_ran, *self.churn.told)
         write_whole(folder / "recommendation.json", sealed_json(self.plain()))
 
 
@@ -293,6 +299,7 @@ class _Answering:
             knobs=self._knobs(default, chosen),
             runners_up=tuple(rivals[:RUNNERS_UP]),
             cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
+            churn=self._under_churn(chosen, ranking),
             seeds=len(ratios),
             num_trials=ranking.num_trials,
             num_reranked=len(retried),
@@ -311,6 +318,18 @@ class _Answering:
         """Return a function from a strategy to its seconds with each seed, per step or to the target."""
         measures = candidates.over_seeds(experiment, self.served)
         return lambda strategy: [self.ways.step_s(strategy, step_s) * self.ways.weight(strategy) for step_s in measures]
+
+    def _under_churn(self, chosen: DistributedStrategy, ranking: candidates.Ranking) -> UnderChurn | None:
+        if self.experiment.cluster.churn is None:
+            return None
+
+        def samples_to_target(strategy: DistributedStrategy) -> float | None:
+            """Return the multiple of the own strategy's, from several seeds or else from the one of the ranking."""
+            known = [ways for ways in (self.ways, ranking.ways) if any(ways.updates.get(way_of(strategy), ()))]
+            return known[0].weight(strategy) / known[0].default_steps if known else None
+
+        strategies = by_local_steps(self.experiment, [chosen, *ranking.step_s], others=not self.ways.updates)
+        return under_churn(self.experiment, strategies, samples_to_target)
 
     def _rival(self, strategy: DistributedStrategy, objective_s: candidates.Times, interval: tuple[float, ...]) -> Rival:
         to_target = objective_s[self.experiment.strategy] / objective_s[strategy] if self.ways.updates else None
