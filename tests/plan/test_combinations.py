@@ -321,8 +321,7 @@ def table() -> str:
 def reasons() -> str:
     """The docs' list of refusals, as the code has it."""
     return "\n".join(
-        f"| {letter} | {one} and {other} | {reason} |"
-        for letter, (one, other, reason) in zip(LETTERS, exclusions(), strict=False)
+        f"| {letter} | {one} and {other} | {reason} |" for letter, (one, other, reason) in zip(LETTERS, exclusions(), strict=False)
     )
 
 
