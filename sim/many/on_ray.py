@@ -80,10 +80,12 @@ def results(called: Callable[[Function, Call], list[Result]], function: Function
     import ray
 
     task, shared = ray.remote(num_cpus=1, memory=_MEMORY, max_retries=_RETRIES)(called), ray.put(function)
-    tasks = [task.remote(shared, call) for call in calls]
+    left = [task.remote(shared, call) for call in reversed(calls)]
     try:
-        for one in tasks:
-            yield ray.get(one)
+        while left:
+            found = ray.get(left[-1])
+            left.pop()
+            yield found
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
@@ -91,8 +93,8 @@ def results(called: Callable[[Function, Call], list[Result]], function: Function
         hint = "it may have run out of memory: fewer trainers or steps need less"
         raise EnvironmentLacks(f"Ray lost a simulation {_RETRIES + 1} times: {said}", "ray", hint=hint) from error
     finally:
-        for one in tasks:
-            ray.cancel(one, force=True)  # does nothing to those that have ended
+        for one in left:
+            ray.cancel(one)
 
 
 @contextmanager

@@ -5,10 +5,13 @@ With ``RAY_ADDRESS`` the package connects to this cluster as to any other.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import signal
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,23 +21,26 @@ from typing import Any
 
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
-import psutil
 import ray
 from ray.cluster_utils import Cluster
 from sim_cases import layered, link
+from tuner_fakes import layers_experiment
 
 import tuner.search
 from fleetbench import Experiment, over_seeds, sweep, what_if
+from fleetbench.config import encode
 from fleetbench.errors import ConfigError, FleetbenchError
+from fleetbench.experiment import apply_override
 from fleetbench.stragglers import Jitter, SlowRank
+from sim.learning.prepared import one_thread
 from sim.learning.virtual_training import VirtualTraining
-from sim.many.pool import Where, run_all
+from sim.many.pool import Job, Where, run_all, started
+from sim.many.training import trained
 from tuner.calibrate.cells import Cell
 from tuner.calibrate.fit import calibrate
 from tuner.search import search, shortened
 from tuner.simulated.candidates import step_time
 from tuner.space import search_space
-from tuner_fakes import layers_experiment
 
 STRAGGLERS = (Jitter(distribution="exponential", mean=0.3), SlowRank(ranks=(1,), factor=1.5))
 
@@ -56,9 +62,6 @@ def points(on: Where) -> str:
     experiment = layered([(250, 100, 200)], nodes=4, inter=link(8, 10), steps=200, stragglers=STRAGGLERS)
 
     def load(more: list[str]) -> Experiment:
-        from fleetbench.config import encode
-        from fleetbench.experiment import apply_override
-
         data = encode(experiment)
         for override in more:
             apply_override(data, override)
@@ -81,10 +84,12 @@ def cases(on: Where) -> str:
 
 def plans(on: Where) -> str:
     """Times of a search by the simulator."""
-    experiment = layers_experiment(trials=500, nccl_comm_num=(1, 2, 3, 4), fuse_grad_size_in_MB=(0.25, 0.5, 1, 2, 4, 8), fusion=("off",))
+    experiment = layers_experiment(
+        trials=500, nccl_comm_num=(1, 2, 3, 4), fuse_grad_size_in_MB=(0.25, 0.5, 1.0, 1.2, 2.0, 4.0), fusion=("off", "optimal")
+    )
     found = search(experiment, search_space(experiment), None, out=Path("unused"), step_s=step_time(shortened(experiment)), on=on)
     assert len(found.tried) > tuner.search.PROBED
-    return repr(found.tried)
+    return repr([(one.key, one.simulated_s) for one in found.tried])
 
 
 def fitted(on: Where) -> str:
@@ -99,16 +104,9 @@ def learnt(on: Where) -> str:
     experiment = Experiment.from_dict({"workload": {"model": "digits_mlp", "steps": 20}, "cluster": {"trainers_per_node": 2}})
 
     def learn(own: Experiment) -> Any:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
+        with one_thread(), tempfile.TemporaryDirectory() as folder:
             return VirtualTraining(own, Path(folder), way="loop").run()
 
-    from fleetbench.profile import Profile
-    from sim.many.pool import Job
-    from sim.many.training import trained
-
-    assert Profile
     jobs = [Job(label=f"lr {lr}", experiment=_with_lr(experiment, lr)) for lr in (0.1, 0.1, 0.2)]
     found = [job.learnt for job in trained(jobs, learn, on)]
     assert found[0] is found[1]
@@ -116,8 +114,6 @@ def learnt(on: Where) -> str:
 
 
 def _with_lr(experiment: Experiment, lr: float) -> Experiment:
-    import dataclasses
-
     return experiment.replace(workload=dataclasses.replace(experiment.workload, lr=lr))
 
 
@@ -141,30 +137,20 @@ def _node(_: int) -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def _slept(number: int) -> tuple[int, int]:
-    time.sleep(0.2)
-    return number, os.getpid()
+def _dies_once(folder: Path, number: int) -> int:
+    """Three numbers kill their worker, the first time."""
+    if number in (7, 23, 41):
+        with contextlib.suppress(FileExistsError):
+            (folder / f"{number}").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return -number
 
 
 def struck() -> dict[str, Any]:
     """Workers are killed while they compute; every result is there."""
-    killed, ended = list[int](), threading.Event()
-
-    def kill() -> None:
-        while not ended.wait(1.0) and len(killed) < 3:
-            busy = [one for one in psutil.process_iter(["name"]) if "ray::" in " ".join(one.cmdline()[:1]) and "_called" in one.cmdline()[0]]
-            for one in busy[:1]:
-                one.kill()
-                killed.append(one.pid)
-
-    with_ray = threading.Thread(target=kill)
-    with_ray.start()
-    try:
-        found = run_all(_slept, range(60), on="ray")
-    finally:
-        ended.set()
-        with_ray.join()
-    return {"numbers": [number for number, _ in found], "killed": len(killed), "lost": len(set(killed) & {pid for _, pid in found})}
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_all(partial(_dies_once, Path(folder)), range(60), on="ray")
+        return {"numbers": found, "killed": len(list(Path(folder).iterdir()))}
 
 
 def main() -> None:
@@ -174,9 +160,10 @@ def main() -> None:
     before = dict(os.environ)
     with cluster():
         environment = dict(os.environ)
-        found: dict[str, Any] = {one.__name__: [one("local"), one("ray")] for one in pairs}
-        found["nodes"] = len(set(run_all(_node, range(20), on="ray")))
-        found["struck"] = struck()
+        with started("ray"):
+            found: dict[str, Any] = {one.__name__: [one("local"), one("ray")] for one in pairs}
+            found["nodes"] = len(set(run_all(_node, range(20), on="ray")))
+            found["struck"] = struck()
         found["connected"] = ray.is_initialized()
         found["environment"] = dict(os.environ) == environment
     os.environ.clear()
@@ -186,4 +173,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    assert partial
