@@ -1,0 +1,233 @@
+"""Simulations on a local Ray of two nodes of a core each, beside the pool of two processes.
+
+    python reports/ray/measure.py            # all, into raw.json: 20 minutes on a quiet machine of two cores
+    python reports/ray/measure.py --print    # the tables of README.md
+
+Every run of Ray connects anew, as a command does: workers start and import. Rounds are in turns: pool, Ray, Ray, pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fleetbench.config import encode
+from fleetbench.digests import json_digest
+from fleetbench.experiment import Experiment, apply_override
+from fleetbench.store import commit, machine
+from sim.many.pool import _PARTS, Where, run_all, started
+from sim.many.sweep import sweep
+from tuner.search import MOST_PLANS, Search, search, shortened
+from tuner.simulated.candidates import step_time
+from tuner.space import search_space
+
+HERE = Path(__file__).parent
+RAW = HERE / "raw.json"
+CORES = 2
+WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FILE: dict[str, Any] = {
+    "name": "swept",
+    "workload": {
+        "model": "layers",
+        "steps": 20,
+        "layers": [{"name": "block", "params": 4_000_000, "forward": "3 ms", "backward": "6 ms", "repeat": 6}],
+    },
+    "cluster": {
+        "nodes": 8,
+        "trainers_per_node": 4,
+        "intra": {"bandwidth": "100 Gbit/s", "latency": "5 us"},
+        "inter": {"bandwidth": "25 Gbit/s", "latency": "20 us"},
+        "stragglers": [{"kind": "jitter", "distribution": "lognormal", "mean": 0.1}],
+    },
+}
+SEARCHED = {
+    "search_seconds": 3600.0,
+    "simulated_steps": 3,
+    "nccl_comm_num": [1, 2, 3, 4],
+    "allow": ["wire16"],
+    "fuse_grad_size_in_MB": [round(1.5 + 0.7 * number, 1) for number in range(300)],
+}
+"""Of a search without a limit that matters: sizes of fusion among 40 unlike layers, wires, communicators and hierarchies."""
+
+
+def swept(on: Where) -> dict[str, Any]:
+    """2,000 points: 40 numbers of nodes at 50 bandwidths."""
+    base = encode(Experiment.from_dict(FILE))
+
+    def load(more: Sequence[str]) -> Experiment:
+        data = json.loads(json.dumps(base))
+        for override in more:
+            apply_override(data, override)
+        return Experiment.from_dict(data)
+
+    links = [f'{{ bandwidth = "{gbit} Gbit/s"; latency = "20 us" }}'.replace(";", ",") for gbit in range(1, 101, 2)]
+    axes = [("cluster.nodes", [str(nodes) for nodes in range(1, 41)]), ("cluster.inter", links)]
+    from sim.many.sweep import Axis
+
+    found = sweep(load, [Axis(key=key, values=tuple(values)) for key, values in axes], on=on)
+    return {"points": len(found.table), "digest": json_digest(found.table.to_json(double_precision=15))}
+
+
+def planned() -> Experiment:
+    """The searched file: 40 layers of sizes that differ, so that most limits of fusion give buckets of their own."""
+    sizes = [600_000 + 97_001 * (number * 7 % 40) for number in range(40)]
+    layers = [{"name": f"layer{place}", "params": size, "forward": "1 ms", "backward": "2 ms"} for place, size in enumerate(sizes)]
+    cluster = {name: value for name, value in FILE["cluster"].items() if name != "stragglers"} | {"nodes": 2, "trainers_per_node": 2}
+    workload = {"model": "layers", "steps": 50, "layers": layers}
+    return Experiment.from_dict({"name": "searched", "workload": workload, "cluster": cluster, "tune": SEARCHED})
+
+
+def searched(on: Where) -> tuple[dict[str, Any], Search]:
+    """A search of a space of almost ``MOST_PLANS`` plans."""
+    experiment = planned()
+    space = search_space(experiment)
+    with tempfile.TemporaryDirectory() as out:
+        found = search(experiment, space, None, out=Path(out), step_s=step_time(shortened(experiment)), on=on)
+    plain = [(one.key, one.simulated_s, one.arm) for one in found.tried]
+    return {"plans": space.size, "simulated": len(plain), "of": MOST_PLANS, "digest": json_digest(plain)}, found
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[None]:
+    """Two nodes of a core each, on loopback."""
+    local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    os.environ |= local
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes.add_node(num_cpus=1)
+        os.environ["RAY_ADDRESS"] = nodes.address
+        yield
+    finally:
+        del os.environ["RAY_ADDRESS"]
+        nodes.shutdown()
+
+
+def timed(what: Callable[[Where], dict[str, Any]], on: Where) -> dict[str, Any]:
+    """A run's seconds of the clock with connecting, and without: workers have then made their imports."""
+    began = time.perf_counter()
+    with started(on):
+        if on == "ray":
+            run_all(_imported, range(4 * CORES), on=on)
+        ready = time.perf_counter()
+        found = what(on)
+        ended = time.perf_counter()
+    return {"on": on, "start_s": round(ready - began, 2), "work_s": round(ended - ready, 2), "load": os.getloadavg()[0], **found}
+
+
+def _imported(_: int) -> None:
+    import sim.run  # what a worker imports first
+    import tuner.simulated.candidates
+
+    assert sim.run
+    assert tuner.simulated.candidates
+    time.sleep(0.5)  # so that every worker gets one
+
+
+def in_turns(what: Callable[[Where], dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    """A B B A, so many times."""
+    order: tuple[Where, ...] = ("local", "ray", "ray", "local")
+    found = []
+    for on in order * rounds:
+        found.append(timed(what, on))
+        print(found[-1], flush=True)
+    return found
+
+
+def struck(expected: str) -> dict[str, Any]:
+    """The sweep, of which a worker is killed every two seconds."""
+    killed, ended = list[int](), threading.Event()
+
+    def kill() -> None:
+        while not ended.wait(2.0):
+            for one in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    if one.cmdline()[0].startswith("ray::") and "_called" in one.cmdline()[0]:
+                        one.kill()
+                        killed.append(one.pid)
+                        break
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        found = timed(swept, "ray")
+    finally:
+        ended.set()
+        killer.join()
+    return {**found, "killed": len(killed), "is_equal": found["digest"] == expected}
+
+
+def schedule(took_s: Sequence[float], workers: int, task_s: float) -> float:
+    """Seconds until the last part ends: each part to the worker that is free first, in the order of ``run_all``."""
+    count = min(len(took_s), _PARTS * workers)
+    free = [0.0] * workers
+    for first in range(count):
+        heapq.heappush(free, heapq.heappop(free) + task_s + sum(took_s[first::count]))
+    return max(free)
+
+
+def _nothing(_: int) -> None:
+    """A call that takes no time."""
+
+
+def main() -> None:
+    """Measure, or print."""
+    if sys.argv[1:] == ["--print"]:
+        show(json.loads(RAW.read_text(encoding="utf-8")))
+        return
+    raw: dict[str, Any] = {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": machine()}
+    _, whole = searched("local")
+    raw["took_ms"] = [round(1e3 * one.took_s, 2) for one in whole.tried]
+    with cluster():
+        with started("ray"):
+            run_all(_nothing, range(64), on="ray")
+            began = time.perf_counter()
+            run_all(_nothing, range(64 * 50), on="ray")  # 64 tasks
+            raw["task_ms"] = round((time.perf_counter() - began) / 64 * CORES * 1e3, 2)
+        raw["sweep"] = in_turns(swept, 2)
+        raw["search"] = in_turns(lambda on: searched(on)[0], 1)
+        raw["struck"] = struck(raw["sweep"][0]["digest"])
+    RAW.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+    show(raw)
+
+
+def show(raw: dict[str, Any]) -> None:
+    """The tables."""
+    print("| | pool, s | Ray, s | Ray / pool | start of Ray, s | equal |\n|---|---|---|---|---|---|")
+    for name in ("sweep", "search"):
+        pool, ray = ([one for one in raw[name] if one["on"] == on] for on in ("local", "ray"))
+        each = [
+            f"{statistics.median(one['work_s'] for one in own):.1f} ({', '.join(str(one['work_s']) for one in own)})" for own in (pool, ray)
+        ]
+        ratio = statistics.median(one["work_s"] for one in ray) / statistics.median(one["work_s"] for one in pool)
+        start = statistics.median(one["start_s"] for one in ray)
+        equal = "yes" if len({one["digest"] for one in raw[name]}) == 1 else "NO"
+        print(f"| {name} | {each[0]} | {each[1]} | {ratio:.2f} | {start:.1f} | {equal} |")
+    print(f"\n{raw['struck']['killed']} workers killed: equal {raw['struck']['is_equal']}, {raw['struck']['work_s']} s")
+    took_s, task_s = [one / 1e3 for one in raw["took_ms"]], raw["task_ms"] / 1e3
+    print(
+        f"\n{len(took_s)} plans, {sum(took_s):.0f} s of a core, {raw['task_ms']} ms a task\n\n| workers | s | efficiency |\n|---|---|---|"
+    )
+    for workers in WORKERS:
+        seconds = schedule(took_s, workers, task_s)
+        print(f"| {workers} | {seconds:.1f} | {sum(took_s) / workers / seconds:.0%} |")
+
+
+if __name__ == "__main__":
+    main()
+    assert partial
