@@ -2,6 +2,7 @@
 
     python reports/ray/measure.py            # all, into raw.json: 10 minutes on two cores
     python reports/ray/measure.py --print    # the tables of README.md
+    python reports/ray/measure.py --small    # a tenth of the points and few plans: prints the tables, and writes nothing
 
 Every run of Ray connects anew, as a command does: workers start and import. Rounds are in turns: pool, Ray, Ray, pool.
 """
@@ -37,6 +38,9 @@ from tuner.space import search_space
 HERE = Path(__file__).parent
 RAW = HERE / "raw.json"
 CORES = 2
+POINTS, SIZES = 40, 138
+if sys.argv[1:] == ["--small"]:
+    POINTS, SIZES = 4, 4
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FILE: dict[str, Any] = {
     "name": "swept",
@@ -58,13 +62,13 @@ SEARCHED = {
     "simulated_steps": 3,
     "nccl_comm_num": [1, 2, 3, 4],
     "allow": ["wire16"],
-    "fuse_grad_size_in_MB": [round(1.5 + 1.5 * number, 1) for number in range(138)],
+    "fuse_grad_size_in_MB": [round(1.5 + 1.5 * number, 1) for number in range(SIZES)],
 }
 """Of a search without a limit that matters: sizes of fusion among 40 unlike layers, wires, communicators and hierarchies."""
 
 
 def swept(on: Where) -> dict[str, Any]:
-    """2,000 points: 40 numbers of nodes at 50 bandwidths."""
+    """2,000 points: ``POINTS`` numbers of nodes at 50 bandwidths."""
     base = encode(Experiment.from_dict(FILE))
 
     def load(more: Sequence[str]) -> Experiment:
@@ -74,7 +78,7 @@ def swept(on: Where) -> dict[str, Any]:
         return Experiment.from_dict(data)
 
     links = [f'{{ bandwidth = "{gbit} Gbit/s"; latency = "20 us" }}'.replace(";", ",") for gbit in range(1, 101, 2)]
-    axes = [("cluster.nodes", [str(nodes) for nodes in range(1, 41)]), ("cluster.inter", links)]
+    axes = [("cluster.nodes", [str(nodes) for nodes in range(1, 1 + POINTS)]), ("cluster.inter", links)]
     found = sweep(load, [Axis(key=key, values=tuple(values)) for key, values in axes], on=on)
     return {"points": len(found.table), "digest": json_digest(found.table.to_json(double_precision=15))}
 
@@ -121,10 +125,26 @@ def timed(what: Callable[[Where], dict[str, Any]], on: Where) -> dict[str, Any]:
     with started(on):
         if on == "ray":
             run_all(_imported, range(4 * CORES), on=on)
-        ready = time.perf_counter()
+        ready, before_s = time.perf_counter(), cpu_s()
         found = what(on)
-        ended = time.perf_counter()
-    return {"on": on, "start_s": round(ready - began, 2), "work_s": round(ended - ready, 2), "load": os.getloadavg()[0], **found}
+        ended, spent_s = time.perf_counter(), cpu_s() - before_s
+    return {
+        "on": on,
+        "cpu_s": round(spent_s, 2),
+        "start_s": round(ready - began, 2),
+        "work_s": round(ended - ready, 2),
+        "load": os.getloadavg()[0],
+        **found,
+    }
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of all below it: forks, the nodes of Ray, and their workers."""
+    total = sum(os.times()[:4])
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(one.cpu_times()[:4])
+    return total
 
 
 def _imported(_: int) -> None:
@@ -198,21 +218,26 @@ def main() -> None:
         raw["sweep"] = in_turns(swept)
         raw["struck"] = struck(raw["sweep"][0]["digest"])
         raw["search"] = in_turns(searched)
-    raw["took_ms"] = [one.pop("took_ms") for one in raw["search"]][0]
-    RAW.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+    took_ms = [one.pop("took_ms") for one in raw["search"]]
+    raw["took_ms"] = took_ms[0]
+    if sys.argv[1:] != ["--small"]:
+        RAW.write_text(json.dumps(raw) + "\n", encoding="utf-8")
     show(raw)
 
 
 def show(raw: dict[str, Any]) -> None:
     """The tables."""
-    print("| | pool, s | Ray, s | Ray / pool | start of Ray, s | equal |\n|---|---|---|---|---|---|")
+    print("| | pool, s | Ray, s | Ray / pool | CPU s of the pool | of Ray | Ray / pool | start of Ray, s | equal |")
+    print("|---" * 9 + "|")
     for name in ("sweep", "search"):
         pool, ray = ([one for one in raw[name] if one["on"] == on] for on in ("local", "ray"))
-        each = [", ".join(f"{one['work_s']:.1f}" for one in own) for own in (pool, ray)]
-        ratio = statistics.median(one["work_s"] for one in ray) / statistics.median(one["work_s"] for one in pool)
+        cells = [name]
+        for key in ("work_s", "cpu_s"):
+            cells += [", ".join(f"{one[key]:.1f}" for one in own) for own in (pool, ray)]
+            cells.append(f"{statistics.median(one[key] for one in ray) / statistics.median(one[key] for one in pool):.2f}")
         start = statistics.median(one["start_s"] for one in ray)
         equal = "yes" if len({one["digest"] for one in raw[name]}) == 1 else "NO"
-        print(f"| {name} | {each[0]} | {each[1]} | {ratio:.2f} | {start:.1f} | {equal} |")
+        print(f"| {' | '.join([*cells, f'{start:.1f}', equal])} |")
     print(f"\n{raw['struck']['killed']} workers killed: equal {raw['struck']['is_equal']}, {raw['struck']['work_s']} s")
     took_s, task_s = [one / 1e3 for one in raw["took_ms"]], raw["task_ms"] / 1e3
     print(f"\n{len(took_s)} plans, {sum(took_s):.0f} s of a core, {raw['task_ms']} ms a task\n")
