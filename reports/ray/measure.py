@@ -125,23 +125,18 @@ def timed(what: Callable[[Where], dict[str, Any]], on: Where) -> dict[str, Any]:
     with started(on):
         if on == "ray":
             run_all(_imported, range(4 * CORES), on=on)
-        ready, before_s = time.perf_counter(), cpu_s()
+        ready, before_s = time.perf_counter(), cpu_s(on)
         found = what(on)
-        ended, spent_s = time.perf_counter(), cpu_s() - before_s
-    return {
-        "on": on,
-        "cpu_s": round(spent_s, 2),
-        "start_s": round(ready - began, 2),
-        "work_s": round(ended - ready, 2),
-        "load": os.getloadavg()[0],
-        **found,
-    }
+        ended, spent_s = time.perf_counter(), cpu_s(on) - before_s
+    known = {"on": on, "start_s": round(ready - began, 2), "work_s": round(ended - ready, 2), "cpu_s": round(spent_s, 2)}
+    print(known, os.getloadavg(), flush=True)
+    return {**known, "load": os.getloadavg()[0], **found}
 
 
-def cpu_s() -> float:
-    """CPU seconds of this process and of all below it: forks, the nodes of Ray, and their workers."""
+def cpu_s(on: Where) -> float:
+    """CPU seconds of this process and its forks that have ended; with Ray, of its nodes and workers, too."""
     total = sum(os.times()[:4])
-    for one in psutil.Process().children(recursive=True):
+    for one in psutil.Process().children(recursive=True) if on == "ray" else ():
         with contextlib.suppress(psutil.Error):
             total += sum(one.cpu_times()[:4])
     return total
@@ -156,16 +151,6 @@ def _imported(_: int) -> None:
     time.sleep(0.5)  # so that every worker gets one
 
 
-def in_turns(what: Callable[[Where], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pool, Ray, Ray, pool."""
-    order: tuple[Where, ...] = ("local", "ray", "ray", "local")
-    found = []
-    for on in order:
-        found.append(timed(what, on))
-        print({key: value for key, value in found[-1].items() if key != "took_ms"}, flush=True)
-    return found
-
-
 def struck(expected: str) -> dict[str, Any]:
     """The sweep, of which a worker is killed every two seconds."""
     killed, ended = list[int](), threading.Event()
@@ -174,7 +159,7 @@ def struck(expected: str) -> dict[str, Any]:
         while not ended.wait(2.0):
             for one in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
-                    if one.cmdline()[0].startswith("ray::") and "_called" in one.cmdline()[0]:
+                    if "ray::_called" in " ".join(one.cmdline()):
                         one.kill()
                         killed.append(one.pid)
                         break
@@ -214,22 +199,30 @@ def main() -> None:
             began = time.perf_counter()
             run_all(_nothing, range(64 * 50), on="ray")  # 64 tasks
             raw["task_ms"] = round((time.perf_counter() - began) / 64 * CORES * 1e3, 2)
-        print(raw, flush=True)
-        raw["sweep"] = in_turns(swept)
-        raw["struck"] = struck(raw["sweep"][0]["digest"])
-        raw["search"] = in_turns(searched)
-    took_ms = [one.pop("took_ms") for one in raw["search"]]
-    raw["took_ms"] = took_ms[0]
+        raw |= {"sweep": [], "search": []}
+        for turn in (("local", "ray"), ("ray", "local")):
+            raw["sweep"] += [timed(swept, on) for on in turn]
+            if "struck" not in raw:
+                raw["struck"] = struck(raw["sweep"][0]["digest"])
+            write(raw)
+            raw["search"] += [timed(searched, on) for on in turn]
+            took_ms = [one.pop("took_ms") for one in raw["search"] if "took_ms" in one]
+            raw.setdefault("took_ms", took_ms[0])
+            write(raw)
+    show(raw)
+
+
+def write(raw: dict[str, Any]) -> None:
+    """Into the raw file."""
     if sys.argv[1:] != ["--small"]:
         RAW.write_text(json.dumps(raw) + "\n", encoding="utf-8")
-    show(raw)
 
 
 def show(raw: dict[str, Any]) -> None:
     """The tables."""
     print("| | pool, s | Ray, s | Ray / pool | CPU s of the pool | of Ray | Ray / pool | start of Ray, s | equal |")
     print("|---" * 9 + "|")
-    for name in ("sweep", "search"):
+    for name in (name for name in ("sweep", "search") if raw[name]):
         pool, ray = ([one for one in raw[name] if one["on"] == on] for on in ("local", "ray"))
         cells = [name]
         for key in ("work_s", "cpu_s"):
@@ -239,6 +232,8 @@ def show(raw: dict[str, Any]) -> None:
         equal = "yes" if len({one["digest"] for one in raw[name]}) == 1 else "NO"
         print(f"| {' | '.join([*cells, f'{start:.1f}', equal])} |")
     print(f"\n{raw['struck']['killed']} workers killed: equal {raw['struck']['is_equal']}, {raw['struck']['work_s']} s")
+    if "took_ms" not in raw:
+        return
     took_s, task_s = [one / 1e3 for one in raw["took_ms"]], raw["task_ms"] / 1e3
     print(f"\n{len(took_s)} plans, {sum(took_s):.0f} s of a core, {raw['task_ms']} ms a task\n")
     print("| workers | s | efficiency |\n|---|---|---|")
