@@ -41,6 +41,7 @@ CORES = 2
 POINTS, SIZES = 40, 138
 if sys.argv[1:] == ["--small"]:
     POINTS, SIZES = 4, 4
+KILLED = 10
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FILE: dict[str, Any] = {
     "name": "swept",
@@ -152,11 +153,11 @@ def _imported(_: int) -> None:
 
 
 def struck(expected: str) -> dict[str, Any]:
-    """The sweep, of which a worker is killed every two seconds."""
+    """The sweep, of which ``KILLED`` workers are killed, one every three seconds."""
     killed, ended = list[int](), threading.Event()
 
     def kill() -> None:
-        while not ended.wait(2.0):
+        while not ended.wait(3.0) and len(killed) < KILLED:
             for one in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     if "ray::_called" in " ".join(one.cmdline()):
