@@ -203,26 +203,22 @@ def _simulated(
             break
     others = {key: strategy for _, key, strategy in listed if key not in found}
     is_worth = (time.monotonic() - began) / max(1, len(found)) * len(others) > _WORTH_OTHERS_S
-    found |= zip(
-        others,
-        run_all(
-            partial(_outcome, step_s),
-            [*others.values()],
-            on=on if is_worth else "local",
-            processes=None if is_worth else 1,
-            progress=lambda done, total: tell(len(listed) - total + done, len(listed)),
-        ),
-        strict=True,
-    )
+
+    def told(done: int, total: int) -> None:
+        tell(len(listed) - total + done, len(listed))
+
+    where: tuple[Where, int | None] = (on, None) if is_worth else ("local", 1)
+    rest = run_all(partial(_outcome, step_s), [*others.values()], on=where[0], processes=where[1], progress=told)
+    found |= zip(others, rest, strict=True)
     tell(len(listed), len(listed))
-    tried = [
-        Tried(strategy, outcome, key, arm, took_s)
-        for arm, key, strategy in listed
-        for outcome, took_s in [found[key]]
-        if not isinstance(outcome, ConfigError)
-    ]
-    errors = [(strategy, outcome) for _, key, strategy in listed if isinstance(outcome := found[key][0], ConfigError)]
-    return Search(tuple(tried), tuple(left_out(name_of(strategy), "cannot be simulated", error) for strategy, error in errors))
+    tried, notes = list[Tried](), list[Note]()
+    for arm, key, strategy in listed:
+        outcome, took_s = found[key]
+        if isinstance(outcome, ConfigError):
+            notes.append(left_out(name_of(strategy), "cannot be simulated", outcome))
+        else:
+            tried.append(Tried(strategy, outcome, key, arm, took_s))
+    return Search(tuple(tried), tuple(notes))
 
 
 _Outcome = tuple[float | ConfigError, float]

@@ -10,7 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any
 
 from fleetbench.errors import EnvironmentLacks
 
@@ -25,10 +26,6 @@ _LOCAL = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about devices, which no task uses
 }
 """Environment of a Ray that is started here."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-Call = TypeVar("Call")
-Result = TypeVar("Result")
 
 
 @contextmanager
@@ -51,12 +48,12 @@ def connected() -> Iterator[None]:
             return
         own: dict[str, Any] = {"address": "local", "num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
         if address:
-            import importlib
-
-            own = {"address": address, "runtime_env": {"py_modules": [importlib.import_module(name) for name in _PACKAGES]}}
+            own = {"address": address, "runtime_env": {"py_modules": [import_module(name) for name in _PACKAGES]}}
         try:
-            with _handlers():
-                ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
+            handler = signal.getsignal(signal.SIGTERM)
+            ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray's own ends this process
             yield
         except ConnectionError as error:
             hint = "start one: ray start --head; without RAY_ADDRESS one is started here"
@@ -72,7 +69,7 @@ def num_cpus() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
-def results(called: Callable[[Function, Call], list[Result]], function: Function, calls: Sequence[Call]) -> Generator[list[Result]]:
+def results(called: Callable[[Any, Any], Any], function: Any, calls: Sequence[Any]) -> Generator[Any]:
     """Yield ``called`` with the function and each call, in their order, each as a task of the connected Ray.
 
     Raises what ``called`` raises, and ``EnvironmentLacks`` if a task has lost too many workers.
@@ -108,14 +105,3 @@ def _environment(own: dict[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextmanager
-def _handlers() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces by one that ends this process."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
