@@ -142,6 +142,10 @@ class Tune(Config):
     tried besides 1."""
     sharding: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
     """With ``--simulate-only``: stages of sharding to try, over all trainers and within a node."""
+    storage: str | None = None
+    """Where a search keeps its trials, so that commands on several machines share them: a journal's path on a
+    shared disk, or the URL of a database without its password, such as ``postgresql://host/studies``. Default:
+    a journal of its own in ``studies`` below ``--out``."""
     lr_scale: tuple[float, ...] = ()
     """Factors on the learning rate that may be tried with a target. If empty, and virtual trainers train the
     workload, factors from an eighth to eight are tried with the default and the best ``finalists`` ways of
@@ -154,6 +158,8 @@ class Tune(Config):
         at_least(self, 0, "min_gain", "metric_drop", "search_seconds")
         at_least(self, 0, "leg_seconds", "budget_gpu_hours", "budget_minutes", "samples", "price_per_trainer_hour", above=True)
         self._check_values()
+        if "://" in (self.storage or ""):
+            self._check_url(str(self.storage))
         DistributedStrategy(nccl_comm_num=max(self.values("nccl_comm_num")))
 
     def _check_values(self) -> None:
@@ -165,6 +171,14 @@ class Tune(Config):
             if not self.values(parameter) or any(type(value) is int and value < 1 for value in values):
                 what = "needs at least one value, whole numbers from 1"
                 raise ConfigError(what, key, repr(values), f"for example {key} = {json.dumps(examples)}")
+
+    def _check_url(self, url: str) -> None:
+        """Raise ``ConfigError`` for a URL that loads something besides a driver, or that run folders may not show."""
+        example = 'for example storage = "postgresql://host/studies", with the password where the driver looks for it'
+        if not re.match(r"(sqlite|postgresql|mysql)(\+\w+)?://", url):
+            raise ConfigError("is no database of SQLite, PostgreSQL or MySQL", "storage", repr(url.partition("://")[0]), example)
+        if re.match(r"[^/]*//[^/]*:[^/]*@", url):
+            raise ConfigError("names a password, which run folders would show", "storage", hint=example)
 
     def values(self, parameter: str) -> tuple[Any, ...]:
         """Return all values that may be tried for a parameter of the search, from all of its keys."""
@@ -305,6 +319,7 @@ class Experiment(Config):
         The locations of the files do not matter. Raises ``ConfigError`` if one cannot be read.
         """
         data = encode(self)
+        data["tune"].pop("storage", None)  # machines that share a study may name it differently
         _replace_files(data, lambda path: digest_of(path, "the experiment names this file"))
         return json_digest(data)[:8]
 
@@ -346,7 +361,13 @@ def apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
-    _replace_files(data, lambda path: path if "\0" in path else str((base / path).resolve()), folders=True)
+    def absolute(path: str) -> str:
+        return path if "\0" in path else str((base / path).resolve())
+
+    _replace_files(data, absolute, folders=True)
+    tune = data.get("tune")
+    if isinstance(tune, dict) and isinstance(storage := tune.get("storage"), str) and "://" not in storage:
+        tune["storage"] = absolute(storage)
 
 
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:

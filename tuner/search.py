@@ -2,7 +2,7 @@
 
 Every different strategy of the space is simulated if that takes at most ``tune.search_seconds``; otherwise
 Optuna's TPE proposes ``tune.trials`` of them. All trials share their straggler draws, so that they differ
-only by strategy.
+only by strategy. The first ``PROBED`` run in this process; the others may run at once (``sim.many.pool``).
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -19,6 +20,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
+from sim.many.pool import Where, run_all
 from tuner.notes import Note, left_out
 from tuner.space import Equivalence, Space, learns_as, parameters_of, way_of, with_different_sizes
 from tuner.study import open_study, run_trial, trials
@@ -29,6 +31,8 @@ _MOST_PRUNED = 4
 """Number of pruned proposals, as a multiple of ``tune.trials``, after which Optuna's search ends."""
 PROBED = 20
 """Number of simulated strategies from which the time for all strategies is estimated."""
+_WORTH_OTHERS_S = 1.0
+"""Seconds of one core that are left of a search, above which it continues in other processes."""
 WARMUP_STEPS = 2
 STEADY_STEPS = 3
 
@@ -58,6 +62,8 @@ class Tried:
     """Key of the strategy; strategies with equal keys are equal to the simulator."""
     arm: str | None = None
     """Name ``default`` or ``advice``; None for other candidates."""
+    took_s: float = field(default=0.0, compare=False)
+    """Seconds that simulating it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +134,18 @@ def search(
     out: Path,
     step_s: StepS,
     progress: Callable[[int, int], None] | None = None,
+    on: Where = "local",
 ) -> Search:
     """Simulate the default, the advice, if any, and the space, as the module describes.
 
-    Raises the errors of ``step_s``.
+    ``on``: where all strategies of the space are simulated; see ``sim.many.pool``. Whether they are, and their
+    times, do not depend on it, and Optuna's proposals are simulated in this process. Raises the errors of
+    ``step_s``.
     """
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
     fewer = with_different_sizes(space, same)
-    found = _enumerated(experiment, fewer, arms, same, step_s, tell)
+    found = _enumerated(experiment, fewer, arms, same, step_s, tell, on)
     why = "they exclude each other's values, or are one of the others to the simulator"
     if found is None:
         found = _proposed(experiment, fewer, arms, same, step_s, tell, out)
@@ -169,27 +178,56 @@ def _simulated(
     tell: Callable[[int, int], None],
     name_of: Callable[[DistributedStrategy], str],
     is_too_long: Callable[[int], bool] = lambda _: False,
+    on: Where = "local",
 ) -> Search | None:
     """Simulate candidates; notes name those that cannot be simulated.
 
     None as soon as ``is_too_long`` of the number of simulated candidates is true. Raises the error of
     ``step_s`` for an arm.
     """
-    tried, notes, values = list[Tried](), list[Note](), dict[str, float]()
+    found, num_tried, began = dict[str, _Outcome](), 0, time.monotonic()
     for done, (arm, key, strategy) in enumerate(listed):
         tell(done, len(listed))
-        try:
-            values[key] = values[key] if key in values else step_s(strategy)
-        except ConfigError as error:
-            if arm is not None:
-                raise
-            notes.append(left_out(name_of(strategy), "cannot be simulated", error))
-            continue
-        tried.append(Tried(strategy, values[key], key, arm))
-        if is_too_long(len(tried)):
+        if key not in found:
+            found[key] = _outcome(step_s, strategy)
+        outcome = found[key][0]
+        if isinstance(outcome, ConfigError) and arm is not None:
+            raise outcome
+        num_tried += not isinstance(outcome, ConfigError)
+        if is_too_long(num_tried):
             return None
+        if num_tried == PROBED:
+            break
+    others = {key: strategy for _, key, strategy in listed if key not in found}
+    is_worth = (time.monotonic() - began) / max(1, len(found)) * len(others) > _WORTH_OTHERS_S
+
+    def told(done: int, total: int) -> None:
+        tell(len(listed) - total + done, len(listed))
+
+    where: tuple[Where, int | None] = (on, None) if is_worth else ("local", 1)
+    rest = run_all(partial(_outcome, step_s), [*others.values()], on=where[0], processes=where[1], progress=told)
+    found |= zip(others, rest, strict=True)
     tell(len(listed), len(listed))
+    tried, notes = list[Tried](), list[Note]()
+    for arm, key, strategy in listed:
+        outcome, took_s = found[key]
+        if isinstance(outcome, ConfigError):
+            notes.append(left_out(name_of(strategy), "cannot be simulated", outcome))
+        else:
+            tried.append(Tried(strategy, outcome, key, arm, took_s))
     return Search(tuple(tried), tuple(notes))
+
+
+_Outcome = tuple[float | ConfigError, float]
+"""Seconds per step, or the error of what cannot be simulated; and the seconds that it took."""
+
+
+def _outcome(step_s: StepS, strategy: DistributedStrategy) -> _Outcome:
+    began = time.perf_counter()
+    try:
+        return step_s(strategy), time.perf_counter() - began
+    except ConfigError as error:
+        return error, time.perf_counter() - began
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
@@ -246,6 +284,7 @@ def _enumerated(
     same: Equivalence,
     step_s: StepS,
     progress: Callable[[int, int], None],
+    on: Where,
 ) -> Search | None:
     """Simulate all different strategies of the space.
 
@@ -262,7 +301,7 @@ def _enumerated(
     def is_too_long(number: int) -> bool:
         return number == PROBED and planned - began + (time.monotonic() - planned) / PROBED * len(candidates) > limit_s
 
-    return _simulated(candidates, step_s, progress, lambda _: "a strategy", is_too_long) if limit_s else None
+    return _simulated(candidates, step_s, progress, lambda _: "a strategy", is_too_long, on) if limit_s else None
 
 
 def _proposed(
@@ -301,11 +340,14 @@ def _proposed(
         while True:
             complete = trials(study, TrialState.COMPLETE)
             results.known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
-            if len(complete) >= wanted or len(trials(study, TrialState.PRUNED)) >= _MOST_PRUNED * wanted:
+            has_default = any(trial.user_attrs.get("arm") == "default" for trial in complete)
+            if (len(complete) >= wanted and has_default) or len(trials(study, TrialState.PRUNED)) >= _MOST_PRUNED * wanted:
                 break
             progress(len(complete), wanted)
             _enqueue_arm(study, space, arms, complete)
             run_trial(study, experiment.run.seed, objective)
+    # in a study of several processes, others may be complete before the arms
+    complete.sort(key=lambda trial: [*arms, None].index(trial.user_attrs.get("arm")))
     keyed = [(trial, trial.user_attrs["key"]) for trial in complete]
     tried = tuple(Tried(strategy_of(trial), results.known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
     return Search(tried, results.notes())

@@ -2,7 +2,7 @@
 
 A study belongs to one experiment, by its digest, and outlives the process: a restarted search continues after
 the complete trials. A trial that was running when its process was killed is marked failed and does not count.
-A study has one process at a time.
+A study has one process at a time, unless ``tune.storage`` names it: then any number, on any machines, add trials.
 """
 
 import datetime as dt
@@ -17,38 +17,63 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages import JournalStorage
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from fleetbench.config import encode, flat
 from fleetbench.digests import reading
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 
 _ANEW = "remove the file, and the search begins again"
+_HEARTBEAT_S = 60
+"""Seconds between the heartbeats of a trial in a database."""
 _PLAIN = (bool, int, float, str)
 
 
 @contextmanager
 def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
-    """Open the experiment's study, ``out/studies/<name>-<digest>.journal``.
+    """Open the experiment's study in ``tune.storage``, by default ``out/studies/<name>-<digest>.journal``.
 
-    Raises ``ConfigError`` for a journal that is damaged.
+    Raises ``ConfigError`` for a journal that is damaged, and a database that cannot be opened.
     """
-    name = f"{experiment.name}-{experiment.digest()}"
-    path = out / "studies" / f"{name}.journal"
+    name, shared = f"{experiment.name}-{experiment.digest()}", experiment.tune.storage
     with _quiet():
-        with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's errors, for another version or a damaged journal
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not f"\n{path.read_text(encoding='utf-8')}".endswith("\n"):
-                raise ValueError("its last line is not whole")
-            # adding a trial to a journal is six times as fast as to SQLite; its lock is a link to it
-            storage = JournalStorage(JournalFileBackend(str(path.resolve())))
+        if shared is not None and "://" in shared:
+            storage: BaseStorage = _database(shared)
             study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
-            for trial in trials(study, TrialState.RUNNING):
-                study.tell(trial.number, state=TrialState.FAIL)
+        else:
+            path = Path(shared or out / "studies" / f"{name}.journal")
+            with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's errors, for another version or a damaged journal
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if shared is None and path.exists() and not f"\n{path.read_text(encoding='utf-8')}".endswith("\n"):
+                    raise ValueError("its last line is not whole")
+                # adding a trial to a journal is six times as fast as to SQLite; its lock is a link to it
+                storage = JournalStorage(JournalFileBackend(str(path.resolve())))
+                study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
+                for trial in trials(study, TrialState.RUNNING) if shared is None else ():
+                    study.tell(trial.number, state=TrialState.FAIL)
         yield study
+
+
+def _database(url: str) -> BaseStorage:
+    """Return Optuna's storage in a database, in which a trial of a lost machine fails after two minutes."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    for is_last in (False, True):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats are marked experimental
+                return RDBStorage(url, heartbeat_interval=_HEARTBEAT_S)
+        except (ImportError, SQLAlchemyError, StorageInternalError) as error:
+            if is_last:
+                said, hint = str(error).partition("\n")[0], "see the URL, the server and the driver's package"
+                raise ConfigError(f"cannot be opened: {said}", "tune.storage", url, hint) from error
+            time.sleep(1.0)  # another process may be making the same tables
+    raise AssertionError
 
 
 def trials(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
@@ -62,7 +87,7 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
     The sampler is recreated from the seed and the number of earlier trials, so a search that was killed
     continues as if it had not been interrupted. Raises the errors of ``objective``.
     """
-    num_before = len(trials(study, TrialState.COMPLETE, TrialState.PRUNED))
+    num_before = len(trials(study, TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING))  # of another process
     word = int(np.random.SeedSequence([seed, num_before]).generate_state(1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # group is marked experimental

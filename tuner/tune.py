@@ -19,6 +19,7 @@ from fleetbench.result import RunResult, step_s_of
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
+from sim.many.pool import Where
 from sim.run import simulate as in_simulator
 from tuner.budget import DEFAULT, SECONDS_PER_HOUR, leg_steps_of, seeds_of
 from tuner.evidence import Evidence
@@ -47,7 +48,7 @@ _COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (
 """Rules that change compute: their names, and the fields that they set."""
 
 
-def tune(
+def tune(  # noqa: PLR0913  # tests replace two of them
     asked: Experiment,
     *,
     script: Script | None = None,
@@ -57,6 +58,7 @@ def tune(
     begun: Callable[[], None] = lambda: None,
     runner: Runner | None = None,
     simulate: Simulate | None = None,
+    on: Where = "local",
 ) -> tuple[Recommendation, Path]:
     """Recommend a strategy for an experiment, or a user's script, and return it with its folder.
 
@@ -67,7 +69,7 @@ def tune(
     ``runs/``; the strategy is also stored for ``strategy.auto``. ``earlier``: the folder of a tuning whose
     valid results are not measured again. ``progress`` receives the current stage and its progress; ``begun``
     is called as soon as the tuning could be resumed after an interruption. ``runner`` and ``simulate`` replace
-    the processes and the simulator; with ``simulate``, virtual trainers are not used.
+    the processes and the simulator; with ``simulate``, virtual trainers are not used. ``on``: see ``tuner.search``.
 
     A call with the same arguments and ``out`` continues an interrupted tuning after its last complete leg.
     Raises ``ConfigError`` if something cannot be executed or another process tunes the same, and
@@ -83,7 +85,7 @@ def tune(
         with own if script is None else script_of(script, asked, folder, out, before, progress) as job:
             evidence, notes = _evidence(job, folder, before)
             begun()
-            recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, before)
+            recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, before, on)
     except LegLost:  # another try on this machine may succeed
         raise
     except LegFailed:  # the default's: its fix may be outside of the files in the folder's digest, so nothing is resumed
@@ -149,10 +151,11 @@ def _measured(
     progress: Progress | None,
     simulate: Simulate | None,
     earlier: Earlier | None,
+    on: Where,
 ) -> tuple[Recommendation, RealRuns]:
     """Search, ask virtual trainers, and verify; return the recommendation and the real runs."""
     experiment = job.experiment
-    found, step_s = _search(experiment, simulate, out, stage(progress, "search {} strategies"))
+    found, step_s = _search(experiment, simulate, out, stage(progress, "search {} strategies"), on)
     ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress, earlier)
     arms, notes = _arms(experiment, found, ways)
 
@@ -183,7 +186,7 @@ def _measured(
     with_runs = (dataclasses.replace(arm, simulated_run=_name(stored[arm.timed])) for arm in recommendation.arms)
     recommendation = dataclasses.replace(recommendation, arms=tuple(with_runs))
     for one in (*found.tried, *ways.others):  # strategies that differ only in learning rate share the simulated seconds
-        step_s.values.setdefault(one.strategy, (one.simulated_s, 0.0))
+        step_s.values.setdefault(one.strategy, (one.simulated_s, one.took_s))
     recommendation = dataclasses.replace(
         recommendation,
         trials=_trials(found, ways, recommendation.arms, step_s),
@@ -236,7 +239,7 @@ def _ways(
 
 
 def _search(
-    experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None
+    experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None, on: Where
 ) -> tuple[Search, Recorded]:
     """Simulate strategies; return the results, and the function that simulates another strategy.
 
@@ -249,7 +252,7 @@ def _search(
     if experiment.strategy.sharding:
         return search_listed(sharded.of_script(experiment), sharded.name_of, step_s, progress), step_s
     advised, not_taken = advice_for(experiment, table_for(experiment))
-    found = search(experiment, search_space(experiment), advised, out=out, step_s=step_s, progress=progress)
+    found = search(experiment, search_space(experiment), advised, out=out, step_s=step_s, progress=progress, on=on)
     notes = [left_out(f"Fleet's advice of {what}", "is not taken", why) for what, _, why in (text.partition(": ") for text in not_taken)]
     return dataclasses.replace(found, notes=(*found.notes, *notes)), step_s
 

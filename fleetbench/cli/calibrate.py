@@ -17,6 +17,7 @@ from fleetbench.cli.options import (
     add_command,
     add_experiment,
     add_json,
+    add_on,
     load_experiment,
     number,
     whole,
@@ -54,6 +55,7 @@ def register(commands: Commands) -> None:
     text = "with --gpus: floating-point operations of one sample's forward and backward, such as 23e9"
     parser.add_argument("--flops", type=positive, metavar="N", help=text)
     add_json(parser, "parameters, intervals and errors")
+    add_on(parser, "the fits of --fit without one measurement")
     parser.set_defaults(interrupted="nothing was written")
 
 
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tuner.calibrate.fit import calibrate
 
     with progress.steps("calibrate") as advance:
-        found = calibrate(experiment, cells, arguments.fit, advance)
+        found = calibrate(experiment, cells, arguments.fit, advance, on=arguments.on)
     path = arguments.out / f"{experiment.name}-calibrated.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save(path)

@@ -52,6 +52,12 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", type=Path, metavar="FILE", help="a file such as recommended.toml, in place of the experiment's own")
 
 
+def add_on(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--on``; ``what`` says what runs there."""
+    text = f"where {what} run: on this machine's cores, or on Ray, the cluster of RAY_ADDRESS or one started here; default: local"
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help=text)
+
+
 def add_command_line(parser: argparse.ArgumentParser) -> None:
     """Add a trailing command and the folder that it starts in; call it after adding all other options."""
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="start the command in this folder; default: here")

@@ -18,6 +18,7 @@ from fleetbench.cli.options import (
     add_command,
     add_experiment,
     add_json,
+    add_on,
     add_strategy,
     check_writable,
     load_experiment,
@@ -73,6 +74,7 @@ def register(commands: Commands) -> None:
         metavar="KEY=V1,V2,...",
         help="simulate at each value of a key, such as cluster.nodes=1,2,4,8 or 1..8; twice for two keys; writes a table",
     )
+    add_on(parser, "the simulations of --seeds, --what-if and --sweep")
     parser.set_defaults(interrupted="the simulation was stopped, and no run was stored")
 
 
@@ -80,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate a run, store it, and print its summary; or simulate several runs, and print their results."""
     if arguments.seeds is not None or arguments.what_if or arguments.sweep:
         return _run_several(arguments)
+    if arguments.on != "local":
+        hint = "drop it, or simulate several runs: --seeds 10"
+        raise ConfigError("is for the simulations of --seeds, --what-if and --sweep", "--on", arguments.on, hint)
     experiment = _with_times(load_experiment(arguments), arguments)
     from fleetbench.store import save_run
     from sim.run import simulate
@@ -151,7 +156,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         return _what_if(experiment, arguments)
 
     with progress.steps("simulate seeds") as advance:
-        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=_learn(arguments))
+        found = over_seeds(experiment, arguments.seeds, engine=arguments.engine, progress=advance, learn=_learn(arguments), on=arguments.on)
     if arguments.json:
         emit(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
@@ -163,7 +168,7 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
     from sim.many.what_if import what_if
 
     with progress.steps("simulate what if") as advance:
-        cases = what_if(experiment, engine=arguments.engine, progress=advance)
+        cases = what_if(experiment, engine=arguments.engine, progress=advance, on=arguments.on)
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
         return 0
@@ -202,7 +207,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     with progress.steps("simulate points") as advance:
         prepare = partial(_with_times, arguments=arguments)
-        found = sweep(load, axes, engine=arguments.engine, progress=advance, prepare=prepare, learn=_learn(arguments))
+        found = sweep(load, axes, engine=arguments.engine, progress=advance, prepare=prepare, learn=_learn(arguments), on=arguments.on)
     table = arguments.out / f"{found.name}-sweep-{new_run_id()}" / "sweep.parquet"
     table.parent.mkdir(parents=True)
     found.table.to_parquet(table, index=False)

@@ -19,6 +19,7 @@ from fleetbench.cli.options import (
     add_command_line,
     add_experiment,
     add_json,
+    add_on,
     add_strategy,
     load_experiment,
     load_with_notes,
@@ -54,6 +55,7 @@ def register(commands: Commands) -> None:
     text = "continue from this earlier tuning's folder: report what has changed since, and measure only what that affects"
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("-v", "--verbose", action="store_true", help="print the strategies that ran, and all notes; the report has both")
+    add_on(parser, "the simulations of a search")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
     parser.set_defaults(interrupted="what ran was stopped; the same command continues after what is complete")
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tuner.tune import tune
 
     with progress.numbered(*_STAGES) as advance:
-        recommendation, folder = tune(experiment, out=arguments.out, progress=advance, earlier=arguments.earlier)
+        recommendation, folder = tune(experiment, out=arguments.out, progress=advance, earlier=arguments.earlier, on=arguments.on)
     return show(recommendation, folder, arguments)
 
 
@@ -88,7 +90,7 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
     say(your_script.budget(base.tune))
     told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
     with told, progress.numbered(*_STAGES) as advance:
-        script, known = Script(tuple(command), arguments.workdir), {"out": arguments.out, "earlier": arguments.earlier}
+        script, known = Script(tuple(command), arguments.workdir), {"out": arguments.out, "earlier": arguments.earlier, "on": arguments.on}
         recommendation, folder = tune(base, script=script, **known, progress=advance, begun=begun)
     return show(recommendation, folder, arguments)
 
@@ -171,7 +173,7 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
 
     experiment = load_experiment(arguments)
     with progress.numbered("search", "try", "assume") as advance:
-        found, folder = tune_simulated(experiment, out=arguments.out, progress=advance)
+        found, folder = tune_simulated(experiment, out=arguments.out, progress=advance, on=arguments.on)
     if arguments.json:
         emit(json.dumps(found.plain(), indent=1))
         say(f"recommendation: {folder / 'recommended.toml'}")
@@ -277,7 +279,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     axes = [Axis.parse(text) for text in arguments.sweep]
     load_experiment(arguments)  # says its notes
     with progress.steps("sizes", lines=True) as advance:
-        found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], *axes, out=arguments.out, progress=advance)
+        found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], *axes, out=arguments.out, progress=advance, on=arguments.on)
     folder = arguments.out / f"{found.name}-sizes-{new_run_id()}"
     folder.mkdir(parents=True)
     write_whole(folder / "sizes.json", sealed_json(encode(found)))

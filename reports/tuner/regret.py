@@ -4,6 +4,7 @@
     python reports/tuner/regret.py --seed N    # the six of that seed again
     python reports/tuner/regret.py --few N     # of the files of that seed: what 150 simulations find; writes regret_few.json
     python reports/tuner/regret.py --large     # three files, drawn, of too many plans to simulate all; writes regret_large.json
+    python reports/tuner/regret.py --on ray    # before any of these: the enumerations on Ray; CPU seconds are this machine's
     python reports/tuner/regret.py --print     # the tables of README.md, from regret.json
 
 Of each file the whole space that the tuner searches is simulated, every different plan once, as the tuner's trials are. The best of them,
@@ -16,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import secrets
 import statistics
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from fleetbench.plan.fusion import Cost, fuse
 from fleetbench.profile import table_for
 from fleetbench.store import commit, machine
 from fleetbench.strategy import DistributedStrategy
+from sim.many.pool import Where, run_all
 from sim.scenario import setting_of
 from tuner.search import StepS
 from tuner.simulated.answer import tune_simulated
@@ -162,7 +166,12 @@ def large(seed: int) -> Iterator[tuple[str, Experiment]]:
         yield name, experiment_of(f"large-{number}", layers, cluster, cuda=cuda, wire=("fp32", "bf16"))
 
 
-def enumerated(experiment: Experiment) -> tuple[int, Times]:
+def cpu_s() -> float:
+    """CPU seconds of this process, and of those that it started and that have ended: a search uses all cores."""
+    return sum(os.times()[:4])
+
+
+def enumerated(experiment: Experiment, on: Where = "local") -> tuple[int, Times]:
     """How many combinations there are, and the time of each different plan; not by the tuner's own enumeration."""
     if experiment.strategy.mode == "ps":
         with tempfile.TemporaryDirectory() as out:
@@ -182,7 +191,7 @@ def enumerated(experiment: Experiment) -> tuple[int, Times]:
         unlike.setdefault((*others, *(bucket.gradients for bucket in buckets)), strategy)
     own, step_s = experiment.strategy, step_time(shortened(experiment))
     different = {same.key(own): own} | {same.key(strategy): strategy for strategy in unlike.values()}
-    return num_combinations, {strategy: step_s(strategy) for strategy in different.values()}
+    return num_combinations, dict(zip(different.values(), run_all(step_s, [*different.values()], on=on), strict=True))
 
 
 def on_seeds(experiment: Experiment, strategies: Iterable[DistributedStrategy], seeds: Iterable[int]) -> Times:
@@ -331,14 +340,14 @@ def rivals(experiment: Experiment, limit_s: float) -> dict[str, Counted]:
 def tuned(experiment: Experiment) -> tuple[dict[str, DistributedStrategy], dict[str, Any]]:
     """What ``fleetbench tune --simulate-only`` recommends, and which of its best is fastest on its own seeds; with what it cost."""
     stages: dict[str, float] = {}
-    began = time.process_time()
+    began = cpu_s()
 
     def note(stage: str, _: int, __: int) -> None:
-        stages.setdefault(stage, time.process_time() - began)
+        stages.setdefault(stage, cpu_s() - began)
 
     with tempfile.TemporaryDirectory() as out:
         found, _ = tune_simulated(experiment, out=Path(out), progress=note)
-    whole_s = time.process_time() - began
+    whole_s = cpu_s() - began
     least = min(found.runners_up, key=lambda rival: rival.step_s, default=None)
     fastest = found.strategy if least is None or found.step_s <= least.step_s else least.strategy
     search_s = next(seconds for stage, seconds in stages.items() if stage.startswith("try the best"))
@@ -346,11 +355,11 @@ def tuned(experiment: Experiment) -> tuple[dict[str, DistributedStrategy], dict[
     return {"ours": found.strategy, "fastest": fastest}, cost
 
 
-def row_of(experiment: Experiment) -> dict[str, Any]:
+def row_of(experiment: Experiment, on: Where = "local") -> dict[str, Any]:
     """One file: what its space has, what every method chose, and at what regret."""
-    began = time.process_time()
-    num_combinations, times = enumerated(experiment)
-    enumerated_s = time.process_time() - began
+    began = cpu_s()
+    num_combinations, times = enumerated(experiment, on)
+    enumerated_s = cpu_s() - began
     choices, cost = tuned(experiment)
     choices["default"] = experiment.strategy
     simulations: dict[str, Any] = {}
@@ -372,7 +381,7 @@ def row_of(experiment: Experiment) -> dict[str, Any]:
         "regret": {method: round(fresh[strategy] / least_s - 1, 6) for method, strategy in choices.items()},
         "best": min(best, key=lambda strategy: fresh[strategy]).changes(),
         "chosen": choices["ours"].changes(),
-        "cpu_s": round(time.process_time() - began, 1),
+        "cpu_s": round(cpu_s() - began, 1),
         "file": encode(experiment) | {"tune": {name: values for name, values in search_space(experiment).choices if name != "fusion"}},
     }
 
@@ -432,17 +441,21 @@ def show() -> None:
 
 def main() -> None:
     """As the arguments say."""
-    match sys.argv[1:]:
+    arguments, on = sys.argv[1:], "local"
+    if arguments[:2] == ["--on", "ray"]:
+        arguments, on = arguments[2:], "ray"
+    of_file = partial(row_of, on=on)
+    match arguments:
         case ["--print"]:
             show()
         case ["--few", seed]:
             measure(int(seed), SOME, lambda experiment: {"step_s": few_of(experiment) if experiment.strategy.mode == "collective" else {}})
         case ["--large"]:
-            measure(secrets.randbelow(10**9), LARGE, row_of, (large,))
+            measure(secrets.randbelow(10**9), LARGE, of_file, (large,))
         case ["--seed", seed]:
-            measure(int(seed), ALL, row_of)
+            measure(int(seed), ALL, of_file)
         case _:
-            measure(secrets.randbelow(10**9), ALL, row_of)
+            measure(secrets.randbelow(10**9), ALL, of_file)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,13 @@ class StepTime:
     tables: dict[tuple[DistributedStrategy, bool], LayerTable] = field(default_factory=dict)
     """Layer tables by ``table_key``. A caller may put in tables other than the experiment's own."""
     _draws: Sequence[Draws] = ()
+    _found: dict[DistributedStrategy, list[float]] = field(default_factory=dict)
+
+    def of_run(self, run: int, strategy: DistributedStrategy) -> float:
+        """Return the seconds per step under the seed of index ``run``; each strategy is simulated once."""
+        if strategy not in self._found:
+            self._found[strategy] = self.by_seed(strategy)
+        return self._found[strategy][run]
 
     def __call__(self, strategy: DistributedStrategy) -> float:
         """Return the seconds per step under the first seed; see ``step_s_of``. Raises what ``simulate`` raises."""

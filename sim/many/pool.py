@@ -1,26 +1,41 @@
-"""pool: runs several simulations at once on this machine's cores, in forks of this process."""
+"""pool: calls a function on many items at once, in forks of this process or as tasks of Ray.
+
+Where the calls run, and how many at once, changes no result: simulations are deterministic.
+"""
 
 import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Literal, TypeVar, get_args
 
 from fleetbench.children import end_with_parent
-from fleetbench.errors import EnvironmentLacks, FleetbenchError
+from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError
 from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
 from sim.learning.trajectory import Trajectory
+from sim.many import on_ray
 from sim.run import Engine, simulate
 
+Where = Literal["local", "ray"]
+"""Where calls run: on this machine's cores, or on those of Ray."""
+WHERE: tuple[str, ...] = get_args(Where)
 _WORTH_A_PROCESS = 3
-"""Smallest number of simulations for which other processes are started."""
+"""Smallest number of calls for which other processes are started."""
+_PARTS = 32
+"""Number of parts for each core. If all calls take more than two seconds of a core, a part takes more than
+50 ms, beside which sending it costs little; the last part to end is at most a 32nd of the whole."""
 
 Progress = Callable[[int, int], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +43,12 @@ class Job:
     """One of the simulations that ``summaries`` runs."""
 
     label: str
-    """Name of the simulation in error messages."""
+    """Name of the simulation in error messages; empty for none."""
     experiment: Experiment
     learnt: Trajectory | None = None
     """Results of the experiment's virtual trainers; ``None`` if nothing was trained."""
+    spared: tuple[int, ...] = ()
+    """Ranks that no straggler delays."""
 
 
 def summaries(
@@ -40,28 +57,92 @@ def summaries(
     engine: Engine = "auto",
     processes: int | None = None,
     progress: Progress | None = None,
+    on: Where = "local",
 ) -> list[Summary]:
-    """Return the summaries of all jobs, in their order; they do not depend on how many run at once.
+    """Return the summaries of all jobs, in their order; see ``run_all``."""
+    labels = [job.label for job in jobs]
+    return run_all(partial(simulated, engine=engine), jobs, labels=labels, on=on, processes=processes, progress=progress)
 
-    At most ``processes`` run at once, by default one per core that this process may use. ``progress`` is
-    called with the number of jobs done and their total.
 
-    Raises ``EnvironmentLacks`` if a process was killed. Errors of a simulation are prefixed by its job's label.
+def run_all(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    labels: Sequence[str] = (),
+    on: Where = "local",
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Return ``function`` of every item, in their order; results do not depend on ``on`` and ``processes``.
+
+    Args:
+        function: can be pickled, like items and results, unless all calls run in this process.
+        items: what it is called with.
+        labels: a name for each item, which begins the messages of its errors; empty for none.
+        on: ``local``, or ``ray`` (``sim.many.on_ray``).
+        processes: largest number of calls at once with ``local``; by default one per core that this process
+            may use. With ``ray``, Ray decides.
+        progress: called with the numbers of finished and of all items.
+
+    Raises:
+        EnvironmentLacks: a process was killed, or there is no Ray. Otherwise what ``function`` raises.
     """
+    if not items:
+        return []
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number, tell = min(usable if processes is None else processes, len(jobs)), progress or (lambda *_: None)
-    if number > 1 and len(jobs) >= _WORTH_A_PROCESS:
-        return _by_workers(jobs, engine, number, tell)
+    number, tell = min(usable if processes is None else processes, len(items)), progress or (lambda *_: None)
+    run: Callable[[Callable[[Item], Result], Sequence[Call[Item]]], Generator[list[Result]]]
+    with started(on):
+        if on == "ray":
+            number = on_ray.num_cpus()
+            run = partial(on_ray.results, _called)
+        elif number > 1 and len(items) >= _WORTH_A_PROCESS:
+            run = partial(_by_forks, number)
+        else:
+            number, run = len(items), _here
+        # every so manieth item, because neighbours in a sweep take about as long as each other
+        parts = [range(first, len(items), count) for count in [min(len(items), _PARTS * number)] for first in range(count)]
+        calls = [([items[index] for index in part], [labels[index] for index in part if labels]) for part in parts]
+        found, done = dict[int, Result](), 0
+        results: Generator[list[Result]] = run(function, calls)
+        with closing(results):
+            for part, own in zip(parts, results, strict=True):
+                found |= zip(part, own, strict=True)
+                tell(done := done + len(part), len(items))
+    return [found[index] for index in range(len(items))]
+
+
+def started(on: Where) -> AbstractContextManager[None]:
+    """Return a context in which the cores of ``on`` are at hand, so that several ``run_all`` start Ray once.
+
+    Raises ``ConfigError`` for an unknown place, and ``EnvironmentLacks`` if there is no Ray.
+    """
+    if on not in WHERE:
+        raise ConfigError("is no place where simulations run", "on", repr(on), f"one of {', '.join(WHERE)}")
+    return on_ray.connected() if on == "ray" else nullcontext()
+
+
+Call = tuple[list[Item], list[str]]
+"""Items of one part, and their labels, if they have any."""
+
+
+def _called(function: Callable[[Item], Result], call: Call[Item]) -> list[Result]:
+    """Call the function with the items of one part."""
     found = []
-    for done, job in enumerate(jobs, start=1):
-        with naming(job.label):
-            found.append(simulated(job, engine))
-        tell(done, len(jobs))
+    for item, label in zip(call[0], call[1] or repeat(""), strict=False):
+        with naming(label):
+            found.append(function(item))
     return found
 
 
-def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress) -> list[Summary]:
-    """Run jobs in ``number`` processes.
+def _here(function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[list[Result]]:
+    """Call in this process."""
+    for call in calls:
+        yield _called(function, call)
+
+
+def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[list[Result]]:
+    """Call in ``number`` processes.
 
     All processes are killed at the end, also after Ctrl-C, because they hold nothing worth keeping.
     """
@@ -70,12 +151,9 @@ def _by_workers(jobs: Sequence[Job], engine: Engine, number: int, tell: Progress
     try:
         with warnings.catch_warnings(), _later(signal.SIGINT, signal.SIGTERM):
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the forks use no thread
-            futures = {pool.submit(simulated, job, engine): job for job in jobs}
-        for done, future in enumerate(as_completed(futures), start=1):
-            with naming(futures[future].label):
-                future.result()  # raises the first failure
-            tell(done, len(jobs))
-        return [future.result() for future in futures]
+            futures = [pool.submit(_called, function, call) for call in calls]
+        for future in futures:
+            yield future.result()  # raises the first failure
     except BrokenProcessPool:
         hint = "it may have run out of memory: fewer trainers or steps need less"
         raise EnvironmentLacks("a process that simulates was killed", "this machine", hint=hint) from None
@@ -104,13 +182,16 @@ def _begin(parent: int) -> None:
 
 @contextmanager
 def naming(label: str) -> Iterator[None]:
-    """Prefix the message of an error by a label."""
+    """Prefix the message of an error by a label, unless that is empty."""
     try:
         yield
     except FleetbenchError as error:
+        if not label:
+            raise
         raise type(error)(f"{label}: {error.what}", error.where, error.value, error.hint) from error
 
 
 def simulated(job: Job, engine: Engine) -> Summary:
     """Run one simulation and return its summary."""
-    return simulate(job.experiment, timeline=False, table=False, engine=engine, learnt=job.learnt).summary
+    spared = job.spared
+    return simulate(job.experiment, timeline=False, table=False, spared=spared, engine=engine, learnt=job.learnt).summary

@@ -19,7 +19,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.result import Summary
 from fleetbench.target import median_arrival
 from sim.learning.trajectory import Learn
-from sim.many.pool import Job, summaries
+from sim.many.pool import Job, Where, started, summaries
+from sim.many.training import trained
 from sim.run import Engine
 
 CONFIDENCE = 0.95
@@ -113,19 +114,19 @@ def over_seeds(
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     learn: Learn | None = None,
+    on: Where = "local",
 ) -> OverSeeds:
     """Simulate under the experiment's seed and the ``num_seeds`` - 1 seeds after it.
 
     ``learn``: trains each seed's virtual trainers, from its own initial parameters and data. The other
-    arguments are those of ``sim.many.pool.summaries``.
+    arguments are those of ``sim.many.pool.run_all``.
 
     Raises ``ConfigError`` for fewer than two seeds, or more than ``MOST_SEEDS``.
     """
     check_number(num_seeds)
     seeds = tuple(range(experiment.run.seed, experiment.run.seed + num_seeds))
-    jobs = list[Job]()
-    for seed in seeds:
-        own = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
-        jobs.append(Job(label=f"seed {seed}", experiment=own, learnt=None if learn is None else learn(own)))
-    found = summaries(jobs, engine=engine, processes=processes, progress=progress)
+    own = {seed: experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds}
+    jobs = [Job(label=f"seed {seed}", experiment=one) for seed, one in own.items()]
+    with started(on):
+        found = summaries(trained(jobs, learn, on), engine=engine, processes=processes, progress=progress, on=on)
     return OverSeeds(experiment=experiment, seeds=seeds, summaries=tuple(found))

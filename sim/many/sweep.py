@@ -18,7 +18,8 @@ import pandas as pd
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from sim.learning.trajectory import Learn, Trajectory
-from sim.many.pool import Job, naming, summaries
+from sim.many.pool import Job, Where, naming, started, summaries
+from sim.many.training import trained
 from sim.run import Engine
 
 _COLUMNS = """
@@ -83,6 +84,7 @@ def sweep(
     progress: Callable[[int, int], None] | None = None,
     prepare: Callable[[Experiment], Experiment] = lambda experiment: experiment,
     learn: Learn | None = None,
+    on: Where = "local",
 ) -> Sweep:
     """Simulate every combination of the values of one or two axes.
 
@@ -94,6 +96,7 @@ def sweep(
         progress: called with the number of points done and their total.
         prepare: completes a point's experiment, for example with a profile; called after all points were read.
         learn: trains a point's virtual trainers; points that differ in links or stragglers share the result.
+        on: ``ray`` trains and simulates on Ray; see ``sim.many.pool``.
 
     Raises:
         ConfigError: there is no axis, there are more than two, or an axis names no key of this experiment.
@@ -112,9 +115,10 @@ def sweep(
             loaded[label] = load(overrides)
     for label, experiment in loaded.items():
         with naming(label):
-            own = prepare(experiment)
-            jobs.append(Job(label=label, experiment=own, learnt=None if learn is None else learn(own)))
-    found = summaries(jobs, engine=engine, processes=processes, progress=progress)
+            jobs.append(Job(label=label, experiment=prepare(experiment)))
+    with started(on):
+        jobs = trained(jobs, learn, on)
+        found = summaries(jobs, engine=engine, processes=processes, progress=progress, on=on)
     rows = [
         {axis.key: _value(job.experiment, axis.key, value) for axis, value in zip(read, point, strict=True)}
         | {name: summary.step_s["mean"] if name == "step_s" else getattr(summary, name) for name in COLUMNS}

@@ -28,7 +28,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.profile import links_for
 from fleetbench.quantities import BitsPerSecond
 from fleetbench.result import Summary
-from sim.run import Engine, simulate
+from sim.many.pool import Job, Where, summaries
+from sim.run import Engine
 from sim.scenario import Draws
 
 INFINITE = BitsPerSecond(10**18)
@@ -55,11 +56,13 @@ def what_if(
     experiment: Experiment,
     *,
     engine: Engine = "auto",
+    processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    on: Where = "local",
 ) -> tuple[Case, ...]:
     """Simulate ``experiment`` as it is, and without each cause of slowness; the run as it is comes first.
 
-    ``progress`` gets the number of runs done and their total. ``engine`` and errors: as in ``simulate``.
+    ``engine`` and errors: as in ``simulate``. The other arguments are those of ``sim.many.pool.run_all``.
     """
     slowest = slowest_rank_and_node(experiment)
     quick = with_infinite_bandwidth(experiment)
@@ -77,14 +80,10 @@ def what_if(
         cases.append(("with infinite bandwidth", quick, ()))
         if experiment.cluster.stragglers:
             cases.append(("with neither", without_stragglers(quick), ()))
-    found: list[Case] = []
-    for number, (name, changed, without) in enumerate(cases, start=1):
-        summary = simulate(changed, timeline=False, table=False, spared=without, engine=engine).summary
-        gain = found[0].summary.wall_s / summary.wall_s if found else 1.0
-        found.append(Case(name=name, summary=summary, gain=gain))
-        if progress is not None:
-            progress(number, len(cases))
-    return tuple(found)
+    jobs = [Job(label="", experiment=changed, spared=without) for _, changed, without in cases]
+    found = summaries(jobs, engine=engine, processes=processes, progress=progress, on=on)
+    gains = [1.0, *(found[0].wall_s / summary.wall_s for summary in found[1:])]
+    return tuple(Case(name=name, summary=own, gain=gain) for (name, *_), own, gain in zip(cases, found, gains, strict=True))
 
 
 def slowest_rank_and_node(experiment: Experiment) -> tuple[int, int] | None:

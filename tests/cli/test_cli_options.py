@@ -12,9 +12,9 @@ OPTIONS = {
     "why": sorted(
         "--against --fail-above --help --json --link --out --ranks --seconds --set --trace --workdir -h TRACE".split()  # noqa: SIM905  # short
     ),
-    "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--seeds", "--sweep", "--table", "--what-if"]),
+    "sim": sorted([*EXPERIMENT, "--strategy", "--engine", "--loss", "--on", "--seeds", "--sweep", "--table", "--what-if"]),
     "real": sorted([*EXPERIMENT, "--strategy"]),
-    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--simulate-only", "--sweep", "--verbose", "-v", "--workdir"]),
+    "tune": sorted([*EXPERIMENT, "--strategy", "--from", "--on", "--simulate-only", "--sweep", "--verbose", "-v", "--workdir"]),
     "profile": sorted([*EXPERIMENT, "--seconds", "--workdir", "--from"]),
     "report": ["--help", "--json", "-h", "FOLDER"],
     "compare": ["--fail-over", "--help", "--json", "--losses", "-h", "A", "B", "OTHER"],
@@ -34,7 +34,7 @@ OPTIONS = {
     "evaluate": sorted([*({*EXPERIMENT} - {"--out"}), "MODEL.pt2", "--against", "--samples", "--to", "--tolerance"]),
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "--network", "--nproc", "-h"],
-    "calibrate": sorted([*EXPERIMENT, "--fit", "--flops", "--global-batch", "--gpus", "--parameters", "CELLS"]),
+    "calibrate": sorted([*EXPERIMENT, "--fit", "--flops", "--global-batch", "--gpus", "--on", "--parameters", "CELLS"]),
     "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--model", "--precision", "--workdir"]),
 }
 

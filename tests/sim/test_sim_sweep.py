@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from fleetbench.profile import Profile
 from fleetbench.stragglers import Jitter
 from real.profile import measuring
 from sim.many import pool
-from sim.many.pool import Job, summaries
+from sim.many.pool import Job, run_all, summaries
 from sim.many.seeds import Interval, over_seeds
 from sim.many.sweep import COLUMNS, PER_TRAINER, Axis, sweep
 from sim.run import simulate
@@ -132,6 +133,36 @@ def test_processes_change_nothing(path: Path) -> None:
     jobs = [Job(label=f"number {nodes}", experiment=layered([(250, 100, 200)], nodes=nodes)) for nodes in (1, 1, 2)]
     with pytest.raises(ConfigError, match=r"number 2: .*neither declared nor measured"):
         summaries(jobs, processes=2)
+
+
+def _from_100(number: int) -> int:
+    if number == 1_000:
+        raise ConfigError("is too large")
+    return 100 - number
+
+
+def test_calls_anywhere_are_a_loop(path: Path) -> None:
+    """Of 333 items, whatever the parts that they are sent in: results in order, progress to the end, the failed item named."""
+    told: list[tuple[int, int]] = []
+    found = run_all(_from_100, range(333), processes=2, progress=lambda done, total: told.append((done, total)))
+    assert found == [100 - number for number in range(333)]
+    assert told == sorted(told)
+    assert told[-1] == (333, 333)
+    assert run_all(_from_100, []) == []
+    for processes in (1, 2):
+        with pytest.raises(ConfigError, match=r"^item 3: is too large$"):
+            run_all(_from_100, [1, 2, 3, 1_000, 5], labels=[f"item {number}" for number in range(5)], processes=processes)
+    cases = [fleetbench.what_if(Experiment.load(path), processes=processes) for processes in (1, 2)]
+    assert [(case.name, case.gain) for case in cases[0]] == [(case.name, case.gain) for case in cases[1]]
+
+
+def test_without_ray_there_is_a_command_to_install_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a place that is none is refused."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EnvironmentLacks, match=r"Ray is not installed\nHINT: python -m pip install 'fleetbench\[ray\]'"):
+        over_seeds(Experiment.load(path), 2, on="ray")
+    with pytest.raises(ConfigError, match=r"one of local, ray"):
+        over_seeds(Experiment.load(path), 2, on="moon")  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_progress_is_told_to_the_end(path: Path) -> None:

@@ -3,6 +3,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -16,7 +18,8 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.many.objective import StepTime
-from tuner.search import Search, search, shortened
+from sim.many.pool import run_all
+from tuner.search import PROBED, Search, search, shortened
 from tuner.space import Equivalence, search_space
 from tuner.study import Recorded
 
@@ -62,6 +65,75 @@ def test_a_small_space_is_searched_whole_and_once(tmp_path: Path) -> None:
     assert len(asked) == len(set(asked))
     assert set(asked) == possible
     assert len(found.tried) < 100
+
+
+def slow(strategy: DistributedStrategy) -> float:
+    """The formula, in as much time as a simulation takes; K = 7 cannot be simulated."""
+    time.sleep(0.02)
+    if strategy.local_steps == 7:
+        raise ConfigError("has no such K")
+    return formula(strategy)
+
+
+def test_a_search_on_several_cores_is_that_on_one(tmp_path: Path) -> None:
+    """More than a second of simulations: other processes take part, and times, their order, and notes are those of a plain loop."""
+    experiment = target_experiment(trials=500, local_steps=tuple(range(1, 17)))
+    space, told = search_space(experiment), list[tuple[int, int]]()
+    found = search(experiment, space, ADVICE, out=tmp_path, step_s=slow, progress=lambda done, total: told.append((done, total)))
+    plain = searched(experiment, tmp_path, FakeSimulate(formula))
+    assert len(plain.tried) > PROBED + 50
+    looped = [(one.strategy, formula(one.strategy), one.key, one.arm) for one in plain.tried if one.strategy.local_steps != 7]
+    assert [(one.strategy, one.simulated_s, one.key, one.arm) for one in found.tried] == looped
+    assert len(looped) < len(plain.tried)
+    assert sum("has no such K" in str(note) for note in found.notes) == 1
+    assert all(one.took_s >= 0.02 for one in found.tried)
+    assert told[:-1] == sorted(told[:-1])
+
+
+@pytest.mark.parametrize("storage", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
+def test_a_study_is_shared_by_its_storage(storage: str, tmp_path: Path) -> None:
+    """A search elsewhere, with another ``--out``, simulates nothing that this one has; where the storage lies changes no study."""
+    at = str(tmp_path / "shared" / "s.journal") if storage == "journal" else f"sqlite:///{tmp_path}/s.db"
+    experiment = target_experiment(trials=8, search_seconds=0, storage=at)
+    first = searched(experiment, tmp_path / "one", FakeSimulate(formula))
+    other = FakeSimulate(formula)
+    assert searched(experiment, tmp_path / "two", other) == first
+    assert other.asked == []
+    assert experiment.digest() == target_experiment(trials=8, search_seconds=0).digest()
+    assert not (tmp_path / "one").exists()
+
+
+def _shared(out: Path, storage: str) -> Search:
+    experiment = target_experiment(trials=24, search_seconds=0, storage=storage, local_steps=tuple(range(1, 17)))
+    return search(experiment, search_space(experiment), ADVICE, out=out, step_s=slow)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["journal", "sqlite"])
+def test_searches_at_once_share_a_study(storage: str, tmp_path: Path) -> None:
+    """Three processes: as many trials as one would make, and at most one more of each; each knows default and advice."""
+    at = str(tmp_path / "s.journal") if storage == "journal" else f"sqlite:///{tmp_path}/s.db"
+    found = run_all(partial(_shared, storage=at), [tmp_path / name for name in "abc"], processes=3)
+    for one in found:
+        assert 24 <= len(one.tried) <= 26
+        assert one.default.strategy == DistributedStrategy()
+        assert one.advice is not None
+    values = {(tried.key, tried.simulated_s) for one in found for tried in one.tried}
+    assert len(values) == len(dict(values))
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:secret@host/studies", "evil://host/studies"])
+def test_a_url_that_shows_a_password_or_is_no_database_is_refused(url: str) -> None:
+    """With what to write."""
+    with pytest.raises(ConfigError, match=r"tune\.storage(.|\n)*HINT") as caught:
+        target_experiment(storage=url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    """Its URL is named."""
+    with pytest.raises(ConfigError, match=r"tune\.storage: cannot be opened"):
+        searched(target_experiment(trials=8, search_seconds=0, storage=f"sqlite:///{tmp_path}/none/s.db"), tmp_path, FakeSimulate(formula))
 
 
 def test_equal_trials_are_simulated_once(tmp_path: Path) -> None:

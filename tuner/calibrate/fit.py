@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, name_profile
 from fleetbench.stragglers import Floats
+from sim.many.pool import Where, run_all
 from tuner.calibrate.cells import Cell
 from tuner.calibrate.model import RATES, Model
 
@@ -88,11 +90,15 @@ class Calibration:
         write_whole(path, sealed(f"# calibrated by {len(self.cells)} measurements: {fitted}\n{experiment.to_toml()}"))
 
 
-def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str], progress: Progress | None = None) -> Calibration:
+def calibrate(
+    experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str], progress: Progress | None = None, *, on: Where = "local"
+) -> Calibration:
     """Fit ``keys`` of the experiment (``compute``, or quantities such as ``cluster.inter.bandwidth``) to the cells.
 
     Residuals are logarithms of simulated / measured. A relative standard deviation sd gives a cell the weight
-    1 / (sd^2 + 0.01^2). Raises ``ConfigError`` for keys without a declared value, cells that the simulator
+    1 / (sd^2 + 0.01^2). ``on``: where the fits without one cell run; see ``sim.many.pool``.
+
+    Raises ``ConfigError`` for keys without a declared value, cells that the simulator
     refuses, and fewer cells than keys.
     """
     if len(set(keys)) < len(keys) or not keys:
@@ -120,7 +126,7 @@ def calibrate(experiment: Experiment, cells: Sequence[Cell], keys: Sequence[str]
         logs = logs if free else np.zeros(len(keys))
     values = fit.values(logs)
     others = np.count_nonzero(fit.weights) - 1
-    left_out = [_left_out(fit, logs, free, index) for index in range(len(cells))] if others >= len(free) else []
+    left_out = run_all(partial(_left_out, fit, logs, free), range(len(cells) if others >= len(free) else 0), on=on)
     measured_s = fit.model.measured_s
     calibrated, profile = fit.model.calibrated(experiment, values)
     return Calibration(

@@ -109,7 +109,6 @@ class Model:
         settled = functools.cache(lambda settings: _settled(experiment, data, settings))
         table_of = functools.cache(lambda settings: Scenario.of(settled(settings)).table)
         self._cells = [_simulated(settled, table_of, cell, keys) for cell in cells]
-        self._scaled = functools.lru_cache(maxsize=64)(lambda table, factor: scaled(table, COMPUTE, factor))
         self.measured_s = np.array([cell.measured_s for cell in self._cells])
 
     def seconds(self, values: Sequence[float], only: Sequence[int] | None = None) -> Floats:
@@ -126,7 +125,7 @@ class Model:
         if self._has_table_keys:
             table = on_cores(experiment, table_for(experiment))
         step_s = StepTime(experiment)
-        step_s.tables[table_key(strategy)] = self._scaled(table, self._factor(values))
+        step_s.tables[table_key(strategy)] = _scaled(table, self._factor(values))
         return step_s(strategy)
 
     def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:
@@ -154,6 +153,11 @@ class Model:
     def _factor(self, values: Sequence[float]) -> float:
         """Return the factor on compute; 1 if it is not fitted."""
         return next((value for parameter, value in zip(self.parameters, values, strict=True) if parameter.key == COMPUTE), 1.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _scaled(table: LayerTable, factor: float) -> LayerTable:
+    return scaled(table, COMPUTE, factor)
 
 
 def _simulated(

@@ -24,6 +24,7 @@ from fleetbench.result import RunResult, parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.utilisation import Utilisation, utilisation
+from sim.many.pool import Where
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Annotated, Note, Remark
@@ -191,18 +192,23 @@ class SimulatedRecommendation(Annotated):
 
 
 def tune_simulated(
-    experiment: Experiment, *, out: Path = Path("runs"), progress: Progress | None = None, learn: Learn = by_virtual_trainers
+    experiment: Experiment,
+    *,
+    out: Path = Path("runs"),
+    progress: Progress | None = None,
+    learn: Learn = by_virtual_trainers,
+    on: Where = "local",
 ) -> tuple[SimulatedRecommendation, Path]:
     """Recommend a strategy by simulation alone, and return it with its folder below ``out``.
 
     With a target, virtual trainers (``learn``) determine the steps that ways of training take to it, as in
-    ``tuner.tune``. Raises ``ConfigError`` for what cannot be simulated, and if layer times are unknown.
+    ``tuner.tune``. ``on``: see ``tuner.search``. Raises ``ConfigError`` for what cannot be simulated, and if layer times are unknown.
     """
     experiment = candidates.with_compute(experiment, out)
     folder = out / f"{experiment.name}-simulated-{experiment.digest()}-{new_run_id()}"
     try:
         with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
-            found = _Answering(experiment, out, Path(scratch), progress or (lambda *_: None), learn).answer()
+            found = _Answering(experiment, out, Path(scratch), progress or (lambda *_: None), learn, on).answer()
         folder.mkdir(parents=True, exist_ok=True)
         experiment.save(folder / "experiment.toml")
         found.save(folder)
@@ -221,6 +227,7 @@ class _Answering:
     scratch: Path
     progress: Progress
     learn: Learn
+    on: Where
     ways: Ways = field(default_factory=Ways)
     served: dict[str, RunResult] = field(default_factory=dict)
     """Results with servers, by the experiment's digest. They are kept because they take a hundred times as long,
@@ -236,6 +243,7 @@ class _Answering:
             learn=self.learn,
             learning=learning,
             known=self.served,
+            on=self.on,
         )
         best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
         seeds = seeds_of(experiment)

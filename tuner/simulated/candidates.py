@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
+from sim.many.pool import Where
 from sim.run import simulate
 from tuner.budget import seeds_of
 from tuner.learning import Learn, Progress
@@ -85,18 +86,19 @@ def ranked(
     learn: Learn | None = None,
     learning: Progress | None = None,
     known: dict[str, RunResult] | None = None,
+    on: Where = "local",
 ) -> Ranking:
     """Simulate and rank all distinct candidates, or as many as ``tune.trials`` allows, chosen by Optuna.
 
     ``learn`` is described in ``tuner.ways``; ``learning`` is its progress callback. ``known`` holds results with
-    servers, and is described in ``simulated``. Raises ``ConfigError`` as ``simulate`` does.
+    servers, and is described in ``simulated``. ``on``: see ``tuner.search``. Raises ``ConfigError`` as ``simulate`` does.
     """
     tell = progress or (lambda *_: None)
     measure, own = step_time(shortened(experiment), known), experiment.strategy
     if own.mode == "ps":
         found = search_modes(experiment, measure, tell)
     else:
-        found = search(experiment, search_space(experiment), None, out=out, step_s=measure, progress=tell)
+        found = search(experiment, search_space(experiment), None, out=out, step_s=measure, progress=tell, on=on)
     first = {tried.key: tried for tried in reversed(found.tried)}
     seed = seeds_of(experiment).stop  # none of an answer's seeds, which test what this one chooses
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
@@ -160,13 +162,8 @@ def _step_times(seeded: Sequence[Window], known: dict[str, RunResult]) -> list[S
     if first.strategy.mode == "ps":
         return [partial(_served_step_s, one, known) for one in seeded]
     whole = dataclasses.replace(first.workload, steps=first.of_steps)
-    by_seed = [cache(StepTime(one, seeds=seeds).by_seed) for one in (first, first.replace(workload=whole))]
-
-    def timed(run: int) -> StepS:
-        step_s, of_whole = [lambda strategy, found=found: found(strategy)[run] for found in by_seed]
-        return partial(mean_step_s, step_s, of_whole, seeded[run])
-
-    return [*map(timed, range(len(seeds)))]
+    step_s, of_whole = (StepTime(one, seeds=seeds) for one in (first, first.replace(workload=whole)))
+    return [partial(mean_step_s, partial(step_s.of_run, run), partial(of_whole.of_run, run), one) for run, one in enumerate(seeded)]
 
 
 def _served_step_s(window: Window, known: dict[str, RunResult], strategy: DistributedStrategy) -> float:

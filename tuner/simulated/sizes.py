@@ -24,7 +24,7 @@ from fleetbench.experiment import Experiment, ReferencePoint
 from fleetbench.profile import profile_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.utilisation import Utilisation, utilisation
-from sim.many.pool import naming
+from sim.many.pool import Where, naming, started
 from sim.many.sweep import Axis, Load
 from tuner.learning import Learn, by_virtual_trainers, trainings
 from tuner.notes import Note
@@ -98,7 +98,12 @@ class Sizes(Config):
 
 
 def tune_sizes(
-    load: Load, *axes: Axis, out: Path, progress: Callable[[int, int], None] | None = None, learn: Learn = by_virtual_trainers
+    load: Load,
+    *axes: Axis,
+    out: Path,
+    progress: Callable[[int, int], None] | None = None,
+    learn: Learn = by_virtual_trainers,
+    on: Where = "local",
 ) -> Sizes:
     """Return the best strategy at each value of one axis, or at each pair of values of two axes.
 
@@ -108,6 +113,7 @@ def tune_sizes(
         out: folder in which large searches are kept.
         progress: called with the numbers of finished and of all points.
         learn: runs virtual trainers, as in ``tune_simulated``.
+        on: see ``tuner.search``.
 
     Raises:
         ConfigError: a value does not fit the experiment, or cannot be simulated; the message names it.
@@ -130,18 +136,19 @@ def tune_sizes(
     times: dict[int, candidates.Times] = {}
     noted: dict[Note, list[str]] = {}
     order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
-    for done, index in enumerate(order):
-        tell(done, len(order))
-        with naming(f"the point {' '.join(settings[index])}"):
-            if index in anchors:
-                ranking = candidates.ranked(experiments[index], out=out)
-                best[index] = law.comparable(experiments[index], ranking.step_s)
-                for note in ranking.notes:
-                    noted.setdefault(note, []).append(", ".join(points[index]))
-            else:
-                below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
-                best[index] = _carried(experiments[index], [best[below], best[above]])
-            times[index] = _of_best(experiments[index], best[index])
+    with started(on):
+        for done, index in enumerate(order):
+            tell(done, len(order))
+            with naming(f"the point {' '.join(settings[index])}"):
+                if index in anchors:
+                    ranking = candidates.ranked(experiments[index], out=out, on=on)
+                    best[index] = law.comparable(experiments[index], ranking.step_s)
+                    for note in ranking.notes:
+                        noted.setdefault(note, []).append(", ".join(points[index]))
+                else:
+                    below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
+                    best[index] = _carried(experiments[index], [best[below], best[above]])
+                times[index] = _of_best(experiments[index], best[index])
     tell(len(order), len(order))
     first = experiments[0]
     sizes: list[Size] = []
