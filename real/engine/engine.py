@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
@@ -231,6 +232,9 @@ class Engine:
 
     def _agree(self, lines: Sequence[str]) -> None:
         """Raise ``ConfigError`` on every rank unless all ranks describe the same change by ``lines``."""
+        if self.communicators.workers is not None:
+            hint = "load weights before fleet.distributed_model: the first worker's become those of all"
+            raise ConfigError("elastic workers do not meet to change them alike", OUTSIDE, f"{len(lines)} parameters", hint)
         if self.meeting is not None:
             self.meeting.meet(OUTSIDE)
         self.communicators.order_lanes()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -30,6 +31,9 @@ from real.engine.optimizers import Controls
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from real.elastic.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +132,19 @@ class Executor:
     def has_parted(self) -> bool:
         """Whether this trainer's parameters differ from the values that deltas are measured from.
 
-        With one trainer, this is only possible under an outer optimizer or with fragments.
+        With one trainer, this is only possible under an outer optimizer, with fragments or among elastic workers.
         """
-        return (self._communicators.trainers > 1 or self.steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
+        return self._agrees and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
     def parts(self) -> bool:
         """Whether updates move this trainer's parameters away from the values that all trainers last agreed on."""
-        return self.combination.is_local and (self._communicators.trainers > 1 or self.steps_outside)
+        return self.combination.is_local and self._agrees
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether what trainers agree on may differ from this trainer's own parameters."""
+        return self._communicators.trainers > 1 or self.steps_outside or self.combination.elastic is not None
 
     @property
     def looks_for_unused(self) -> bool:
@@ -315,6 +324,8 @@ class Executor:
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
         self._controls.refuse_shared()
+        if (workers := self._communicators.workers) is not None:
+            self._controls.each[place].lr_scale = self.combination.lr_scale * workers.lr_factor
         self._controls.each[place].begin(updates=self._updates_now or self.combination.leaves_averages)
 
     def end_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -325,6 +336,7 @@ class Executor:
         """Run the operations after the update, once the user's optimizers have stepped."""
         self._taken.clear()
         self._tickets.clear()
+        self._count_update()
         behind, self._behind_update = self._behind_update, ()
         self._finish(behind, self._requests)
 
@@ -344,6 +356,8 @@ class Executor:
             self._finish_rows()
             self._forget_unused()
             self._controlled().step_between()
+            self._updates_now = True
+            self._count_update()
             self._tickets.clear()
             operations = operations[update + 1 :]
         self._finish(operations, requests)
@@ -354,6 +368,11 @@ class Executor:
                 parameter.grad = None
         self._stopwatch.update_ends()
         return True
+
+    def _count_update(self) -> None:
+        """Count an update that belongs to the round of elastic workers, unless it was skipped."""
+        if self._communicators.workers is not None and self._updates_now:
+            self._communicators.workers.num_steps += 1
 
     def _marks(self) -> list[Marks]:
         """Return marks of each optimizer's gradients; with a single optimizer, they are taken by bucket."""
@@ -533,12 +552,30 @@ class Executor:
             self.wait(self._tickets)
             self._stopwatch.stall_ends()
             self._flying.clear()
-        if operation.kind == "outer":
-            assert what.outer is not None
-            for delta in own:
-                delta.step(what.outer)
-        elif self._communicators.trainers > 1 or self.steps_outside:  # else its parameters are the average
+        if self._communicators.workers is not None and operation.kind == ("merge" if what.outer is None else "outer"):
+            self._meet_workers(self._communicators.workers)
+        elif operation.kind == "outer":
+            self._step_outer(own)
+        if operation.kind == "merge" and self._agrees:  # else its parameters are the average
             self._merge(operation, own)
+
+    def _meet_workers(self, workers: Workers) -> None:
+        """Average the distances with the elastic workers that arrive, and step the outer optimizer, if there is one."""
+        deltas = self.storage.deltas
+        if self.combination.outer is None:  # else the plan's ``difference`` has packed them
+            for delta in deltas:
+                delta.pack()
+        self._stopwatch.stall_begins()
+        self._stopwatch.arrives(of_average=True)
+        any_steps = workers.average(deltas)
+        self._stopwatch.stall_ends()
+        if any_steps and self.combination.outer is not None:
+            self._step_outer(deltas)
+
+    def _step_outer(self, deltas: Iterable[DeltaBucket]) -> None:
+        assert self.combination.outer is not None
+        for delta in deltas:
+            delta.step(self.combination.outer)
 
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
