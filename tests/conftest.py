@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -70,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skips["slow"] = pytest.mark.skip(reason="SKIPPED: slow; `make test-all` runs it (--slow)")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         skips["gpu"] = pytest.mark.skip(reason="SKIPPED: no CUDA device")
+    if importlib.util.find_spec("torchft") is None:
+        skips["torchft"] = pytest.mark.skip(reason="SKIPPED: torchft is not installed (fleetbench[elastic])")
     if os.geteuid() != 0:
         skips["root"] = pytest.mark.skip(reason="SKIPPED: not root")
     seen = Counter[str]()

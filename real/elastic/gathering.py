@@ -23,6 +23,8 @@ from real.processes.joining import own_address, take_interface
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """Environment variable with the address of torchft's lighthouse, such as ``http://host:29510``."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""torchrun's environment variable with the number of earlier lives of this worker."""
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT = timedelta(seconds=5)
 """Time for the members of a new quorum to connect: one of them may have died since it asked for the quorum."""

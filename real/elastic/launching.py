@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.elastic.gathering import LIGHTHOUSE, lighthouse
+from real.elastic.gathering import LIGHTHOUSE, RESTARTS, lighthouse
 from real.job.launcher import Echo, follow, logs_in, quiet, verdict
 from real.processes.diagnosis import how_it_ended
 from real.processes.place import temporary_folder
@@ -32,7 +32,9 @@ def launch_elastic(nproc: int, script: Sequence[str], *, restarts: int, log_dir:
     with temporary_folder() as folder, lighthouse(LOCAL) as address, logs_in(log_dir, names):
         common = {**os.environ, **quiet(), JOINED: str(folder / "joined"), LIGHTHOUSE: address}
         workers = _Workers(
-            lambda rank: start("trainer", rank, command, {**common, **torchrun_variables(rank, nproc)}, log_dir / names[rank]),
+            lambda rank, life: start(
+                "trainer", rank, command, {**common, **torchrun_variables(rank, nproc), RESTARTS: str(life)}, log_dir / names[rank]
+            ),
             nproc,
             restarts,
             say,
@@ -48,9 +50,9 @@ def launch_elastic(nproc: int, script: Sequence[str], *, restarts: int, log_dir:
 class _Workers:
     """The processes of a launch, the earlier ones of a rank among them."""
 
-    def __init__(self, start_rank: Callable[[int], Started], nproc: int, restarts: int, say: Callable[[str], None]) -> None:
+    def __init__(self, start_rank: Callable[[int, int], Started], nproc: int, restarts: int, say: Callable[[str], None]) -> None:
         self._start, self._left, self._restarts, self._say = start_rank, restarts, restarts, say
-        self.started = [start_rank(rank) for rank in range(nproc)]
+        self.started = [start_rank(rank, 0) for rank in range(nproc)]
         self._known: set[int] = set()
         """Places in ``started`` whose end was seen."""
         self._due: list[tuple[float, int]] = []
@@ -65,7 +67,8 @@ class _Workers:
         is_ending = any(worker.code == 0 for worker in self.started)
         for due in [] if is_ending else [due for due in self._due if due[0] <= time.monotonic()]:
             self._due.remove(due)
-            self.started.append(self._start(due[1]))
+            life = sum(worker.rank == due[1] for worker in self.started)
+            self.started.append(self._start(due[1], life))
         return all(worker.code is not None for worker in self.started) and (is_ending or not self._due)
 
     def _see_end(self, worker: Started) -> None:

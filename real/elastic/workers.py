@@ -9,6 +9,7 @@ and those that have not take what it holds, in which their own distances are con
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.elastic import Elastic
-from real.elastic.gathering import Gathering
+from real.elastic.gathering import RESTARTS, Gathering
 from real.engine.buckets import DeltaBucket
 
 _POLL_S = 0.1
@@ -54,6 +55,7 @@ class Workers:
     def __init__(self, gathering: Gathering, rule: Elastic, *, rank: int, nominal: int, timeout_s: float) -> None:
         """``rank`` of ``nominal`` workers: as the launch has numbered them; they hold until the first round."""
         self._gathering, self._rule, self._nominal, self._timeout_s = gathering, rule, nominal, timeout_s
+        self._is_again = os.environ.get(RESTARTS, "0") != "0"
         self.rank, self.num = rank, nominal
         """Rank of this worker, and number of workers, in the last round."""
         self.num_steps = 0
@@ -73,11 +75,19 @@ class Workers:
         self._what = what
 
     def gather(self) -> None:
-        """At a job's start, wait until all workers of the launch have come; return at once if others are ahead."""
+        """At a job's start, wait until all workers of the launch have come; return at once if others are ahead.
+
+        After the time limit those that are there begin. Raises ``WorkerFailed`` in a worker that was started again if
+        nobody is left who knows what the job has learnt.
+        """
         deadline = time.monotonic() + self._timeout_s
         while True:
             found = self._gathering.find(self.step)
-            if found.max_step or found.replica_world_size >= self._nominal or time.monotonic() > deadline:
+            if found.max_step or found.replica_world_size >= self._nominal:
+                return
+            if time.monotonic() > deadline:
+                if self._is_again:
+                    raise WorkerFailed("have all ended", "the workers before this one", hint="start the job again")
                 return
             time.sleep(_POLL_S)
 
