@@ -28,15 +28,15 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT = timedelta(seconds=5)
 """Time for the members of a new quorum to connect: one of them may have died since it asked for the quorum."""
-_HEARTBEAT_TIMEOUT_MS, _JOIN_TIMEOUT_MS, _TICK_MS = 2_000, 60_000, 20
+_HEARTBEAT_TIMEOUT_MS, _JOIN_TIMEOUT_MS, _TICK_MS = 1_000, 60_000, 20
 _INSTALL = "python -m pip install 'fleetbench[elastic]'"
 
 
 class Gathering:
     """This worker's part in the quorums of its job.
 
-    Life cycle: created -> ``meet`` and collectives, round by round; after a collective fails, ``part`` comes before the
-    next ``meet`` -> ``close``. Collectives raise ``RuntimeError`` when a member is gone.
+    Life cycle: created -> for each round ``find``, ``connect``, collectives, ``complete`` -> ``close``. If one of them
+    fails, ``part`` comes before the next ``find``. They raise ``RuntimeError`` or ``OSError`` if a member is gone.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -113,6 +113,8 @@ class Gathering:
         """Make the process group of the quorum's members, if it is a new quorum."""
         if self.is_new:
             found = self.quorum
+            host, _, port = found.store_address.rpartition(":")
+            socket.create_connection((host, int(port)), _CONNECT.total_seconds()).close()  # torch tries a dead one for 14 s
             place = f"{found.store_address}/fleetbench/{found.quorum_id}"
             self._group.configure(place, self.name, found.replica_rank, found.replica_world_size, found.quorum_id, 0, 1)
 
@@ -141,7 +143,7 @@ class Gathering:
         return tensor
 
     def close(self) -> None:
-        """Leave: the others go on without this worker after two seconds without a heartbeat."""
+        """Leave: the others go on without this worker after a second without a heartbeat."""
         self._group.abort(errored=False)
         self._server.shutdown()
 
@@ -150,7 +152,7 @@ class Gathering:
 def lighthouse(host: str) -> Iterator[str]:
     """Run torchft's lighthouse on an address of this machine, and yield its own. Raises ``EnvironmentLacks`` without torchft.
 
-    It takes a worker without a heartbeat for two seconds for dead. In a round that somebody has left, it waits at most
+    It takes a worker without a heartbeat for a second for dead. In a round that somebody has left, it waits at most
     a minute for a worker that lives and does not arrive.
     """
     server = torchft_part("coordination").LighthouseServer(

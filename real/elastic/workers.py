@@ -103,7 +103,7 @@ class Workers:
         while True:
             try:
                 total = self._exchange(model)
-            except RuntimeError as error:  # of torch's store and groups
+            except (RuntimeError, OSError) as error:  # of torch's store and groups, and sockets
                 self._gathering.part()
                 if time.monotonic() > deadline:
                     what = f"no exchange of {self._named(found.replica_ids)} was completed within {self._timeout_s:g} s: {error}"
