@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,7 +18,8 @@ from fleetbench.strategy import DistributedStrategy
 from real.collective import Collective, arrive
 from real.communication.communicators import strategy_digest
 from real.elastic.gathering import Gathering
-from real.elastic.workers import Progress, Trained, Workers
+from real.elastic.workers import Progress, Workers
+from real.engine.buckets import DeltaBucket
 from real.engine.fleet_engine import FleetEngine
 from real.models import MODEL
 from real.processes.roles import TUNING, Role, role_of
@@ -30,21 +33,26 @@ class ElasticEngine(FleetEngine):
     def join(self, workers: Workers) -> None:
         """Take part in a round without steps, and continue from what workers agree on."""
         lines = [strategy_digest(self.strategy), *self._planning.lines()]
-        workers.trains(
-            Trained(
-                parameters=list(self._parameters),
-                buffers=list(self.model.buffers()),
-                digest=int.from_bytes(sha256("\n".join(lines).encode()).digest()[:7]),
-                progress=lambda: Progress(step=self.step, updates=self.num_updates, epoch=self._decider.state.epoch),
-            )
-        )
+        self.digest = int.from_bytes(sha256("\n".join(lines).encode()).digest()[:7])
+        workers.engine = self
         workers.gather()
-        self.executor.start(tuple(one for one in average_of(self.plan, self.executor.combination) if one.kind != "reset"))
+        averaging = average_of(self.plan, self.executor.combination)
+        self.executor.start(tuple(one for one in averaging if one.kind != "reset"))  # there is no optimizer yet
         if (told := workers.taken) is not None:
             state = self._decider.state
             self._decider.state = state._replace(step=told.step or None, updates=told.updates, last_sync=told.updates, epoch=told.epoch)
             self.step = told.step
         self.note_parameters()
+
+    @property
+    def told(self) -> Progress:
+        """Progress that a newcomer takes over."""
+        return Progress(step=self.step, updates=self.num_updates, epoch=self._decider.state.epoch)
+
+    def in_order(self, deltas: Iterable[DeltaBucket], kind: str) -> list[torch.Tensor]:
+        """Return each parameter's part of what buckets hold, in the model's order: workers may have other buckets."""
+        found = {name: own for delta in deltas for name, own in zip(delta.names, getattr(delta, kind), strict=False)}
+        return [found[name] for name in self._parameters if name in found]
 
 
 class ElasticCollective(Collective):
@@ -63,8 +71,8 @@ class ElasticCollective(Collective):
         if dist.is_initialized() and dist.get_world_size() > 1:
             hint = "leave out torch.distributed.init_process_group"
             raise ConfigError("each worker is a world of its own, and the script has made a group of several", _FIELD, "true", hint)
-        name = f"{launched.rank:05d}"
-        self.workers = Workers(Gathering(name, timeout_s), rule, rank=launched.rank, nominal=launched.trainers, timeout_s=timeout_s)
+        gathering, numbers = Gathering(f"{launched.rank:05d}", timeout_s), {"rank": launched.rank, "nominal": launched.trainers}
+        self.workers = Workers(gathering, rule, timeout_s=timeout_s, **numbers)
         super().__init__(strategy, timeout_s, backend="gloo")
         self.communicators.workers = self.workers
 
@@ -92,32 +100,14 @@ class ElasticCollective(Collective):
         """Return this worker's rank in the last round; before the first, in the launch."""
         return self.workers.rank
 
-    def environment(self) -> dict[str, object]:
-        """See ``Collective``."""
-        return {**super().environment(), "trainers": f"elastic, {self.workers.num} at the start"}
-
     def leave(self) -> None:
         """At exit, leave the other workers."""
         self.workers.close()
         super().leave()
 
-    def barrier(self) -> NoReturn:
+    def barrier(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``ConfigError``."""
-        _refuse("fleet.barrier_worker")
+        hint = "save by torch.save on fleet.is_first_worker(), after fleet.synchronize(); load before fleet.distributed_model"
+        raise ConfigError("barriers, saves, loads and exports are of all trainers, and workers come and go", _FIELD, "true", hint)
 
-    def save(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``ConfigError``."""
-        _refuse("fleet.save_persistables")
-
-    def load(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``ConfigError``."""
-        _refuse("fleet.load_persistables")
-
-    def save_inference_model(self, *_: Any) -> NoReturn:
-        """Raise ``ConfigError``."""
-        _refuse("fleet.save_inference_model")
-
-
-def _refuse(where: str) -> NoReturn:
-    hint = "save by torch.save on fleet.is_first_worker(), after fleet.synchronize(); load before fleet.distributed_model"
-    raise ConfigError("is for all trainers of a job, and elastic workers come and go", where, hint=hint)
+    save = load = save_inference_model = barrier

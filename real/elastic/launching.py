@@ -1,7 +1,5 @@
 """Launching elastic workers: ``fleetbench launch --restarts N`` of a user's script on this machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -18,65 +16,50 @@ from real.processes.started import LOCAL, Started, end, start, torchrun_variable
 
 _PAUSE_S = 1.0
 """Seconds from a worker's death to its next start."""
-_FOR_GOOD = (ConfigError.exit_code, EnvironmentLacks.exit_code)
-"""Exit codes of errors that would come again."""
+_FOR_GOOD = (0, ConfigError.exit_code, EnvironmentLacks.exit_code)
+"""Exit codes after which a worker is not started again: of a good end, and of errors that would come again."""
 
 
 def launch_elastic(nproc: int, script: Sequence[str], *, restarts: int, log_dir: Path, echo: Echo, say: Callable[[str], None]) -> None:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` elastic workers, which find each other by torchft.
 
-    A worker that dies is named by ``say``, and started again, until there were ``restarts`` of all workers together,
-    or until one has ended well. The job ends when no worker is left. Raises ``WorkerFailed`` if none has ended well.
+    A worker that dies is named by ``say``, and started again, at most ``restarts`` times in all, until one has ended
+    well. The job ends when no worker is left. Raises ``WorkerFailed`` if none has ended well.
     """
     command, names = [sys.executable, "-u", *script], [f"workerlog.{rank}" for rank in range(nproc)]
+    started: list[Started] = []
+    due: list[tuple[float, int]] = []  # times of starts to come, on the monotonic clock, and ranks
+    seen = 0  # of ``started``, in the order of ends
     with temporary_folder() as folder, lighthouse(LOCAL) as address, logs_in(log_dir, names):
         common = {**os.environ, **quiet(), JOINED: str(folder / "joined"), LIGHTHOUSE: address}
-        workers = _Workers(
-            lambda rank, life: start(
-                "trainer", rank, command, {**common, **torchrun_variables(rank, nproc), RESTARTS: str(life)}, log_dir / names[rank]
-            ),
-            nproc,
-            restarts,
-            say,
-        )
+
+        def begin(rank: int) -> None:
+            life = sum(worker.rank == rank for worker in started)
+            variables = {**common, **torchrun_variables(rank, nproc), RESTARTS: str(life)}
+            started.append(start("trainer", rank, command, variables, log_dir / names[rank]))
+
+        def is_over() -> bool:
+            nonlocal seen
+            ended = sorted((worker for worker in started if worker.code is not None), key=lambda worker: worker.ended_s)
+            for worker in ended[seen:]:
+                again = "is not started again"
+                if worker.code not in _FOR_GOOD and len(started) + len(due) < nproc + restarts:
+                    due.append((time.monotonic() + _PAUSE_S, worker.rank))
+                    again = f"is started again ({len(started) + len(due) - nproc} of {restarts})"
+                if worker.code:
+                    say(f"note: {worker.name} {how_it_ended(worker.code)}, and {again}; its output: {worker.log}")
+            seen = len(ended)
+            if any(worker.code == 0 for worker in ended):
+                due.clear()
+            while due and due[0][0] <= time.monotonic():
+                begin(due.pop(0)[1])
+            return not due and all(worker.code is not None for worker in started)
+
         try:
-            follow(workers.started, echo, workers.are_over)
+            for rank in range(nproc):
+                begin(rank)
+            follow(started, echo, is_over)
         finally:
-            end(workers.started)
-    if not any(worker.code == 0 for worker in workers.started) and (error := verdict(workers.started, None)) is not None:
+            end(started)
+    if all(worker.code for worker in started) and (error := verdict(started, None)) is not None:
         raise error
-
-
-class _Workers:
-    """The processes of a launch, the earlier ones of a rank among them."""
-
-    def __init__(self, start_rank: Callable[[int, int], Started], nproc: int, restarts: int, say: Callable[[str], None]) -> None:
-        self._start, self._left, self._restarts, self._say = start_rank, restarts, restarts, say
-        self.started = [start_rank(rank, 0) for rank in range(nproc)]
-        self._known: set[int] = set()
-        """Places in ``started`` whose end was seen."""
-        self._due: list[tuple[float, int]] = []
-        """Times of starts to come, on the monotonic clock, with their ranks."""
-
-    def are_over(self) -> bool:
-        """Name workers that have died since the last call, start those that are due, and return whether none is left."""
-        for place, worker in enumerate(self.started):
-            if worker.code is not None and place not in self._known:
-                self._known.add(place)
-                self._see_end(worker)
-        is_ending = any(worker.code == 0 for worker in self.started)
-        for due in [] if is_ending else [due for due in self._due if due[0] <= time.monotonic()]:
-            self._due.remove(due)
-            life = sum(worker.rank == due[1] for worker in self.started)
-            self.started.append(self._start(due[1], life))
-        return all(worker.code is not None for worker in self.started) and (is_ending or not self._due)
-
-    def _see_end(self, worker: Started) -> None:
-        if not worker.code:
-            return
-        again = "is not started again"
-        if worker.code not in _FOR_GOOD and self._left:
-            self._left -= 1
-            self._due.append((time.monotonic() + _PAUSE_S, worker.rank))
-            again = f"is started again ({self._restarts - self._left} of {self._restarts})"
-        self._say(f"note: {worker.name} {how_it_ended(worker.code)}, and {again}; its output: {worker.log}")

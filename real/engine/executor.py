@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,9 +30,6 @@ from real.engine.optimizers import Controls
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from real.elastic.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,30 +548,28 @@ class Executor:
             self.wait(self._tickets)
             self._stopwatch.stall_ends()
             self._flying.clear()
-        if self._communicators.workers is not None and operation.kind == ("merge" if what.outer is None else "outer"):
-            self._meet_workers(self._communicators.workers)
-        elif operation.kind == "outer":
-            self._step_outer(own)
-        if operation.kind == "merge" and self._agrees:  # else its parameters are the average
+        any_steps = operation.kind != ("merge" if what.outer is None else "outer") or self._meet_workers(own)
+        if operation.kind == "outer":
+            assert what.outer is not None
+            for delta in own if any_steps else ():
+                delta.step(what.outer)
+        elif self._agrees:  # else its parameters are the average
             self._merge(operation, own)
 
-    def _meet_workers(self, workers: Workers) -> None:
-        """Average the distances with the elastic workers that arrive, and step the outer optimizer, if there is one."""
-        deltas = self.storage.deltas
-        if self.combination.outer is None:  # else the plan's ``difference`` has packed them
-            for delta in deltas:
+    def _meet_workers(self, own: Sequence[DeltaBucket]) -> bool:
+        """Average the distances with the elastic workers that arrive; return whether any of them had steps."""
+        workers, outer = self._communicators.workers, self.combination.outer
+        if workers is None:
+            return True
+        for delta in own:
+            if outer is None:  # else the plan's ``difference`` has packed it
                 delta.pack()
+            elif outer.momentum:
+                delta.hold_velocity()
         self._stopwatch.stall_begins()
-        self._stopwatch.arrives(of_average=True)
-        any_steps = workers.average(deltas)
+        any_steps = workers.average(own)
         self._stopwatch.stall_ends()
-        if any_steps and self.combination.outer is not None:
-            self._step_outer(deltas)
-
-    def _step_outer(self, deltas: Iterable[DeltaBucket]) -> None:
-        assert self.combination.outer is not None
-        for delta in deltas:
-            delta.step(self.combination.outer)
+        return any_steps
 
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:

@@ -1,7 +1,8 @@
 """One elastic worker: ``elastic_worker.py FOLDER JOB``; it saves its parameters after every step.
 
 JOB is JSON: the strategy's ``localsgd_configs``, ``steps``, ``merge`` (micro-batches of an update), and ``acts``, what ranks do in their
-first life, by rank: lists of a step and ``synchronize``, ``die``, ``die in exchange`` or ``wait`` (for three workers).
+first life, by rank: lists of a step and ``synchronize``, ``die`` or ``die in exchange``. With ``steps`` of 0, all end nine steps after a
+worker that was started again has joined the two others.
 """
 
 from __future__ import annotations
@@ -41,15 +42,14 @@ with torch.no_grad():
 network = fleet.distributed_model(network)
 optimizer = fleet.distributed_optimizer(torch.optim.AdamW(network.parameters(), lr=0.01))
 np.save(folder / f"{rank}-{life}-{fleet.num_steps()}.npy", problem.flat(network).numpy())
-for step in range(fleet.num_steps() + 1, job["steps"] + 1):
+step = fleet.num_steps()
+end = job["steps"] or (step + 9 if life else 10_000)
+while step < end:
+    step += 1
     if acts.get(step) == "die":
         die()
     if acts.get(step) == "die in exchange":
         Gathering.total = die  # type: ignore[method-assign]  # the others are in it, too
-    while acts.get(step) == "wait" and not any(folder.glob("*-1-start")):
-        time.sleep(0.05)
-    if life:
-        (folder / f"{rank}-{life}-start").touch()
     inputs, labels = problem.own_batch(step, rank, 3, "float64")
     cross_entropy(network(inputs), labels).backward()
     optimizer.step()
@@ -57,4 +57,8 @@ for step in range(fleet.num_steps() + 1, job["steps"] + 1):
     if acts.get(step) == "synchronize":
         fleet.synchronize()
     np.save(folder / f"{rank}-{life}-{step}.npy", problem.flat(network).numpy())
+    if end == 10_000:
+        time.sleep(0.02)
+        if step > 6 and fleet.worker_num() == 3:
+            end = step + 9
     (folder / f"{rank}-{life}-{step}.txt").write_text(f"{fleet.worker_index()} {fleet.worker_num()} {fleet.num_steps()}")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import training_problem as problem
-from processes import ForkedLaunches
 from torch.nn.functional import cross_entropy
 
 from fleetbench import DistributedStrategy
@@ -94,3 +93,59 @@ def test_rounds_are_over_those_that_arrive(tmp_path: Path) -> None:
     assert sorted(note.split(";")[0] for note in notes) == [
         f"note: rank {rank} was killed by SIGKILL, and is not started again" for rank in (1, 2)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("configs", "merge"), [(DILOCO, 1), ({"k_steps": 3}, 1), ({"k_steps": 3, "begin_step": 1, "elastic_lr": "linear"}, 2)]
+)
+def test_undisturbed_it_is_plain_local_sgd(configs: dict[str, Any], merge: int, tmp_path: Path) -> None:
+    """With all workers there, rounds are those of the same strategy without elastic, also with gradient merge."""
+    steps = 8 * merge
+    assert launched(tmp_path, configs=configs, steps=steps, merge=merge, acts={}) == []
+    ends = [3, 6] if "outer_lr" in configs else [1, 4, 7]  # in updates; plain averaging begins with a round of one
+    rounds = [range(merge * begin + 1, merge * end + 1) for begin, end in zip([0, *ends], ends, strict=False)]
+    outer = (0.7, 0.9) if "outer_lr" in configs else (1.0, 0.0)
+    truth = written_out([dict.fromkeys(range(3), own) for own in rounds], outer, merge)
+    for own, agreed in zip(rounds, truth, strict=True):
+        for rank in range(3):
+            np.testing.assert_allclose(saved(tmp_path, rank, own[-1]), agreed, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_newcomer_has_its_peers_bits(tmp_path: Path) -> None:
+    """A worker that is started again continues with its peers' step, and from then on has their Theta, to the bit."""
+    notes = launched(tmp_path, restarts=2, configs={**DILOCO, "elastic_lr": "sqrt"}, steps=0, acts={2: [(5, "die")]})
+    assert notes[0].startswith("note: rank 2 was killed by SIGKILL, and is started again (1 of 2)")
+    steps = sorted(int(path.stem.split("-")[2]) for path in tmp_path.glob("2-1-*.npy"))
+    begun = steps[0]  # after the round at whose end it has joined
+    assert begun > 3
+    assert steps == [*range(begun, begun + 10)]
+    for step in range(begun, begun + 10, 3):
+        assert np.array_equal(saved(tmp_path, 2, step, life=1), saved(tmp_path, 0, step))
+        assert np.array_equal(saved(tmp_path, 1, step), saved(tmp_path, 0, step))
+    assert (tmp_path / f"2-1-{begun + 9}.txt").read_text() == f"2 3 {begun + 9}"
+    assert (tmp_path / "0-0-6.txt").read_text() == "0 2 6"
+
+
+def test_what_cannot_be_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a lighthouse, nothing is joined; what needs the same trainers throughout is no strategy."""
+    from real.elastic.gathering import Gathering
+
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ConfigError, match=r"lighthouse.*\nHINT: start with fleetbench launch --restarts N"):
+        Gathering("00000", 5.0)
+    for changes in ({"fragments": 3}, {"buffers": "average"}, {"optimizer_state": "average"}):
+        with pytest.raises(ConfigError, match=r"elastic and .* exclude each other"):
+            DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 3, "elastic": True, **changes})
+
+
+def test_a_script_that_fails_ends_the_job_by_name(tmp_path: Path) -> None:
+    """An error of the configuration would come again: nobody is started again, and the command fails."""
+    from real.elastic.launching import launch_elastic
+
+    notes: list[str] = []
+    (tmp_path / "script.py").write_text("import sys; sys.exit(2)")
+    with pytest.raises(WorkerFailed, match=r"rank \d: ended with exit code 2"):
+        launch_elastic(2, [str(tmp_path / "script.py")], restarts=3, log_dir=tmp_path, echo=lambda _: None, say=notes.append)
+    assert all("is not started again" in note for note in notes)
