@@ -23,7 +23,8 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
     int8, fp32 = 'outer_wire = "int8"', 'outer_wire = "fp32"'
     alone = "blocks follow one another on one communicator"
     cut, averages = own.localsgd and local.has_fragments, own.is_local and not own.has_outer
-    elastic, one_sum = own.is_elastic, "a round is one weighted sum of differences over those that arrive"
+    elastic, shared = own.is_elastic, average.momentum == "average" or shares_state or average.buffers == "average"
+    groups, alone_each = own.use_hierarchical_allreduce or own.nccl_comm_num > 1, "each worker is a world of its own"
     return (
         (own.localsgd and own.adaptive_localsgd, "localsgd", "adaptive_localsgd", "only one of them can decide when trainers synchronise"),
         (own.fp16_allreduce and own.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
@@ -59,16 +60,6 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (synced and own.use_hierarchical_allreduce, "sync_batch_norm", hierarchy, changes),
         (synced and own.thread_num > 1, "sync_batch_norm", "thread_num above 1", changes),
         (feeds_back and not own.quantises, "outer_error_feedback", fp32, "nothing is lost on the wire"),
-        (elastic and cut, "elastic", parts, "a worker that leaves would take the exchange in flight with it"),
-        (elastic and own.quantises, "elastic", int8, one_sum),
-        (elastic and half, "elastic", "a 16-bit wire", one_sum),
-        (elastic and own.use_hierarchical_allreduce, "elastic", hierarchy, "each worker is a world of its own"),
-        (elastic and own.nccl_comm_num > 1, "elastic", "nccl_comm_num above 1", one_sum),
-        (elastic and own.sharding, "elastic", "sharding", "a shard would be lost with its worker"),
-        (elastic and own.scales_loss, "elastic", "amp", "workers do not meet in every step to skip an overflow together"),
-        (elastic and average.momentum == "average", "elastic", 'momentum = "average"', stays),
-        (elastic and shares_state, "elastic", state, stays),
-        (elastic and average.buffers == "average", "elastic", 'buffers = "average"', "statistics stay with their worker"),
         (served and own.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),
         (own.sharding and own.adaptive_localsgd, "adaptive_localsgd", "sharding", "a worker of several trainers has no loss"),
         (own.sharding and cut, parts, "sharding", "a block belongs to no fragment"),
@@ -85,4 +76,10 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (own.sharding and by_bucket, update, "sharding", "a trainer updates its shard of all blocks at once"),
         (own.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
         (own.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
+        (elastic and cut, "elastic", parts, "a worker that leaves would take the exchange in flight with it"),
+        (elastic and (half or own.quantises), "elastic", "a wire of 16 or 8 bits", "steps weight the differences on the wire"),
+        (elastic and groups, "elastic", f"{hierarchy} or nccl_comm_num above 1", alone_each),
+        (elastic and own.sharding, "elastic", "sharding", "a shard would be lost with its worker"),
+        (elastic and own.scales_loss, "elastic", "amp", "workers do not meet in every step to skip an overflow together"),
+        (elastic and shared, "elastic", 'momentum, optimizer_state or buffers = "average"', "they stay with their worker"),
     )

@@ -67,6 +67,7 @@ from real.engine.refusals import (
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
 from real.engine.updates import Updates
+from real.supported import refuse_elastic
 
 if TYPE_CHECKING:
     from real.checkpoints.meeting import Meeting
@@ -107,6 +108,8 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
+        if communicators.workers is None:
+            refuse_elastic(strategy)
         refuse_model(model, communicators.device, strategy)
         changes = strategy.changes().items()
         agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # from which groups are made

@@ -1,8 +1,8 @@
 """One elastic worker: ``elastic_worker.py FOLDER JOB``; it saves its parameters after every step.
 
 JOB is JSON: the strategy's ``localsgd_configs``, ``steps``, ``merge`` (micro-batches of an update), and ``acts``, what ranks do in their
-first life, by rank: lists of a step and ``synchronize``, ``die`` or ``die in exchange``. With ``steps`` of 0, all end nine steps after a
-worker that was started again has joined the two others.
+first life, by rank: lists of a step and ``synchronize``, ``die``, ``die in exchange`` or ``stop`` (for three seconds). With ``steps`` of
+0, all end nine steps after a worker that was started again, or had stopped, has joined the two others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,9 @@ while step < end:
         die()
     if acts.get(step) == "die in exchange":
         Gathering.total = die  # type: ignore[method-assign]  # the others are in it, too
+    if acts.get(step) == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])  # noqa: S607  # any shell
+        os.kill(os.getpid(), signal.SIGSTOP)
     inputs, labels = problem.own_batch(step, rank, 3, "float64")
     cross_entropy(network(inputs), labels).backward()
     optimizer.step()

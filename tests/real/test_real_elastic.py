@@ -128,6 +128,17 @@ def test_a_newcomer_has_its_peers_bits(tmp_path: Path) -> None:
     assert (tmp_path / "0-0-6.txt").read_text() == "0 2 6"
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_left_behind_takes_what_the_others_agree_on(tmp_path: Path) -> None:
+    """A worker stopped for seconds is taken for dead; when it arrives, its own steps of that time do not count."""
+    assert launched(tmp_path, configs=DILOCO, steps=0, acts={2: [(5, "stop")]}) == []
+    joint = next(step for step in range(9, 10_000, 3) if (tmp_path / f"0-0-{step}.txt").read_text().split()[1] == "3")
+    assert (tmp_path / "0-0-6.txt").read_text() == "0 2 6"
+    for after in (0, 3, 6, 9):
+        assert np.array_equal(saved(tmp_path, 2, 6 + after), saved(tmp_path, 0, joint + after))
+        assert np.array_equal(saved(tmp_path, 1, joint + after), saved(tmp_path, 0, joint + after))
+
+
 def test_what_cannot_be_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a lighthouse, nothing is joined; what needs the same trainers throughout is no strategy."""
     from real.elastic.gathering import Gathering
