@@ -1,8 +1,8 @@
 """Four elastic workers of DiLoCo with AdamW, which are killed, leave and join at random instants: hangs, goodput, final loss.
 
 From the repository's root: ``python reports/elastic/measure.py 8`` (and ``32``: K) trains 4,480 steps, each of which sleeps 200 ms in the
-place of compute, and appends to ``events.csv``, ``rounds.csv`` and ``losses.csv``; 17 minutes, busy or not, because workers sleep. Then five
-undisturbed seeds are trained by the loop written out below, which does not sleep. ``--tables`` prints the tables from what is there.
+place of compute, and appends to ``events.csv``, ``rounds.csv`` and ``losses.csv``; 20 minutes, busy or not, because workers sleep. Then
+five undisturbed seeds are trained by the loop written out below, which does not sleep. ``--tables`` prints the tables from what is there.
 ``--quick`` tries the chain in a temporary folder.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import multiprocessing
 import os
 import random
@@ -111,6 +112,9 @@ class Campaign:
         self.living: dict[int, Any] = {}
         self.lives = [0] * WORKERS
         self.events: list[tuple[float, str, int, int]] = []
+        self.chance = random.Random(k_steps)  # noqa: S311  # a seeded draw of events
+        self.back = dict[int, float]()
+        """When ranks that were struck are started again."""
 
     def start(self, rank: int, address: str, event: str) -> None:
         """Start a worker."""
@@ -136,40 +140,44 @@ class Campaign:
         """Train to the end; return how it ended: ``ended`` or ``hang``."""
         from real.elastic.gathering import lighthouse
 
-        chance = random.Random(self.k_steps)
         with lighthouse("127.0.0.1") as address:
             for rank in range(WORKERS):
                 self.start(rank, address, "start")
             while not any(path.read_text().count("joined") for path in self.folder.iterdir()):
                 time.sleep(0.1)
-            due, back = time.monotonic() + chance.expovariate(1 / gap_s), dict[int, float]()
+            self.due = time.monotonic() + self.chance.expovariate(1 / gap_s)
             while self.living:
                 time.sleep(0.02)
-                now = time.monotonic()
-                for rank, process in list(self.living.items()):
-                    if process.exitcode is not None:
-                        del self.living[rank]
-                        is_done = "done" in (self.folder / f"{rank}-{self.lives[rank] - 1}").read_text()
-                        if is_done:
-                            due, back = float("inf"), {}
-                        elif rank not in back:
-                            self.note(f"failed with {process.exitcode}", rank, self.lives[rank] - 1)
-                for rank in [rank for rank, when in back.items() if when < now and rank not in self.living]:
-                    del back[rank]
+                self.look()
+                for rank in [rank for rank, when in self.back.items() if when < time.monotonic() and rank not in self.living]:
+                    del self.back[rank]
                     self.start(rank, address, "join")
-                if now > due and len(self.living) - len(back.keys() & self.living.keys()) > 1:
-                    rank = chance.choice(sorted(self.living.keys() - back.keys()))
-                    event = chance.choice(["kill", "leave"])
-                    os.kill(self.living[rank].pid, signal.SIGKILL if event == "kill" else signal.SIGTERM)
-                    back[rank] = now + chance.uniform(0, AWAY_S)
-                    self.note(event, rank, self.lives[rank] - 1)
-                    due = now + chance.expovariate(1 / gap_s)
-                if now - self.last()[0] > HANG_S + self.k_steps * STEP_S:
+                if time.monotonic() > self.due and len(self.living.keys() - self.back.keys()) > 1:
+                    self.strike()
+                    self.due = time.monotonic() + self.chance.expovariate(1 / gap_s)
+                if time.monotonic() - self.last()[0] > HANG_S + self.k_steps * STEP_S:
                     self.note("hang", -1, -1)
                     for process in self.living.values():
                         process.kill()
                     return "hang"
         return "ended"
+
+    def look(self) -> None:
+        """See who has ended; after the first good end, nobody is struck or started."""
+        for rank, process in list(self.living.items()):
+            if process.exitcode is not None:
+                del self.living[rank]
+                if "done" in (self.folder / f"{rank}-{self.lives[rank] - 1}").read_text():
+                    self.due, self.back = float("inf"), {}
+                elif rank not in self.back:
+                    self.note(f"failed with {process.exitcode}", rank, self.lives[rank] - 1)
+
+    def strike(self) -> None:
+        """Kill a worker, or tell it to leave."""
+        rank, event = self.chance.choice(sorted(self.living.keys() - self.back.keys())), self.chance.choice(["kill", "leave"])
+        os.kill(self.living[rank].pid, signal.SIGKILL if event == "kill" else signal.SIGTERM)
+        self.back[rank] = time.monotonic() + self.chance.uniform(0, AWAY_S)
+        self.note(event, rank, self.lives[rank] - 1)
 
 
 def undisturbed(seed: int, k_steps: int, steps: int) -> float:
@@ -263,7 +271,7 @@ def share(k: int, events: list[dict[str, str]], rounds: list[dict[str, str]]) ->
             kind = "end" if row["event"] in ("kill", "leave", "done") or row["event"].startswith("failed") else row["event"]
             lives[row["rank"], row["life"]].setdefault(kind, float(row["t_s"]))
     times = [[float(row["t_s"]) for row in rounds if (row["rank"], row["life"]) == life] for life in lives]
-    length_s = statistics.median(later - before for own in times for before, later in zip(own, own[1:], strict=False))
+    length_s = statistics.median(later - before for own in times for before, later in itertools.pairwise(own))
     counted = sum(int(row["counted"]) for row in rounds)
 
     def bound(begin: str) -> float:
