@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ class Campaign:
 
     def last(self) -> tuple[float, int]:
         """When the last line of any worker was written, and the last step."""
-        lines = [line.split() for path in self.folder.iterdir() for line in path.read_text().splitlines()[-1:]]
+        texts = [path.read_text() for path in self.folder.iterdir()]
+        lines = [line.split() for text in texts for line in text[: text.rfind("\n") + 1].splitlines()[-1:]]  # whole ones
         steps = [int(line[2]) for line in lines if line[0] == "round"]
         return max((float(line[1]) for line in lines), default=time.monotonic()), max(steps, default=0)
 
@@ -140,7 +142,8 @@ class Campaign:
         """Train to the end; return how it ended: ``ended`` or ``hang``."""
         from real.elastic.gathering import lighthouse
 
-        with lighthouse("127.0.0.1") as address:
+        with lighthouse("127.0.0.1") as address, ExitStack() as stack:
+            stack.callback(lambda: [process.kill() for process in self.living.values()])
             for rank in range(WORKERS):
                 self.start(rank, address, "start")
             while not any(path.read_text().count("joined") for path in self.folder.iterdir()):
@@ -157,8 +160,6 @@ class Campaign:
                     self.due = time.monotonic() + self.chance.expovariate(1 / gap_s)
                 if time.monotonic() - self.last()[0] > HANG_S + self.k_steps * STEP_S:
                     self.note("hang", -1, -1)
-                    for process in self.living.values():
-                        process.kill()
                     return "hang"
         return "ended"
 
@@ -238,6 +239,7 @@ def measure(k_steps: int, steps: int, seeds: int, gap_s: float, folder: Path) ->
     append(folder / "events.csv", EVENTS, rows)
     append(folder / "rounds.csv", ROUNDS, rounds)
     append(folder / "losses.csv", LOSSES, losses)
+    torch.set_num_threads(1)
     for seed in range(seeds):
         append(folder / "losses.csv", LOSSES, [(own, k_steps, "undisturbed", seed, undisturbed(seed, k_steps, steps))])
 
