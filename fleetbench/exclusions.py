@@ -25,6 +25,8 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
     alone = "blocks follow one another on one communicator"
     cut, averages = own.localsgd and local.has_fragments, own.is_local and not own.has_outer
     grouped, workers = own.worker_trainers > 1, "worker_trainers above 1"
+    elastic, shared = own.is_elastic, average.momentum == "average" or shares_state or average.buffers == "average"
+    groups, alone_each = own.use_hierarchical_allreduce or own.nccl_comm_num > 1 or grouped, "each worker is a world of its own"
     return (
         (own.localsgd and own.adaptive_localsgd, "localsgd", "adaptive_localsgd", "only one of them can decide when trainers synchronise"),
         (own.fp16_allreduce and own.bf16_allreduce, "fp16_allreduce", "bf16_allreduce", "a bucket is sent in one type"),
@@ -83,4 +85,10 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (own.sharding and in_order, sequential, "sharding", "gathers overlap compute"),
         (own.sharding and merge.remainder == "flush", 'remainder = "flush"', "sharding", "shards are only accumulated in a backward"),
         (is_static and unused, "static_graph", "find_unused_parameters", "the first backward shows which are unused"),
+        (elastic and cut, "elastic", parts, "a worker that leaves would take the exchange in flight with it"),
+        (elastic and (half or own.quantises), "elastic", "a wire of 16 or 8 bits", "steps weight the differences on the wire"),
+        (elastic and groups, "elastic", f"{hierarchy}, nccl_comm_num or worker_trainers above 1", alone_each),
+        (elastic and own.sharding, "elastic", "sharding", "a shard would be lost with its worker"),
+        (elastic and own.scales_loss, "elastic", "amp", "workers do not meet in every step to skip an overflow together"),
+        (elastic and shared, "elastic", 'momentum, optimizer_state or buffers = "average"', "they stay with their worker"),
     )

@@ -167,6 +167,12 @@ class LocalSGDConfigs(Averaging):
     """Add the quantisation error of a trainer's difference to its next difference (arXiv 1901.09847)."""
     outer_on_host: bool = _CLOCK(False)
     """Keep the agreed parameters and the outer momentum in pinned host memory instead of on the GPU."""
+    elastic: bool = False
+    """Let workers leave and join between rounds, and die within one: a round's average is over those that arrive,
+    weighted by their local steps."""
+    elastic_lr: Literal["constant", "sqrt", "linear"] = "constant"
+    """Factor on the inner learning rate when n of N workers are there: 1, the square root of n / N, or n / N. N is
+    the number of workers that the launch starts."""
 
     def _validate(self) -> None:
         Averaging._validate(self)  # noqa: SLF001  # slotted dataclasses are made anew, which super() without arguments does not survive
@@ -174,6 +180,8 @@ class LocalSGDConfigs(Averaging):
         at_least(self, 0, "warmup_epochs", "overlap_steps")
         at_least(self, 0, "mixing", most=1)
         self._refuse_fragments()
+        if self.elastic_lr != "constant" and not self.elastic:
+            raise ConfigError("is set while elastic is off", "elastic_lr", repr(self.elastic_lr), "add elastic = true, or drop elastic_lr")
         unread = {"begin_step": 1} if self.schedule == "document" else {"warmup_epochs": 0, "warmup": "exp"}
         for name, default in unread.items():
             if getattr(self, name) != default:
@@ -531,6 +539,11 @@ class DistributedStrategy(Config):
     def is_local(self) -> bool:
         """Whether trainers take local steps and average parameters, with a fixed or an adaptive K."""
         return self.localsgd or self.adaptive_localsgd
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers with local steps may come and go."""
+        return self.localsgd and self.localsgd_configs.elastic
 
     @property
     def averaging(self) -> Averaging:

@@ -46,7 +46,7 @@ from real.models import MODEL, Models
 from real.processes.exits import at_exit, keep_in_forks
 from real.processes.failures import Failures
 from real.processes.joining import join, renew_store
-from real.processes.roles import JOINED, TUNING, WHY, launcher_of, role_among, role_of
+from real.processes.roles import JOINED, TUNING, WHY, Role, launcher_of, role_among, role_of
 
 if TYPE_CHECKING:
     from real.checkpoints.saving import Loaded
@@ -62,6 +62,7 @@ class Collective:
     """
 
     is_server = False
+    engine_kind = FleetEngine
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Collective:
             refuse_beside_auto(strategy)
         else:
             refuse_unexecuted(strategy, "strategy", PLANNED, "the real executor")
-        self.role = role_of(os.environ)
+        self.role = self.own_role()
         self.models = Models()
         self._strategy = strategy
         self._is_auto = strategy.auto
@@ -111,11 +112,19 @@ class Collective:
         self.communicators.barrier()
         self.meeting = self._meeting = Meeting(timeout, self._failures)
         self.endpoints = self.role.endpoints or tuple(self.meeting.texts(f"{socket.gethostname()}:{self.role.local_rank}"))
-        self.trainers = self.communicators.trainers
         if os.environ.get(TUNING) and WHY not in os.environ:
             from real.job.rank_legs import RankLegs
 
             self.driven = RankLegs.join(self.meeting)
+
+    @property
+    def trainers(self) -> int:
+        """Number of trainers."""
+        return self.communicators.trainers
+
+    def own_role(self) -> Role:
+        """Return this process's role."""
+        return role_of(os.environ)
 
     def environment(self) -> dict[str, object]:
         """Return facts about the job, which are printed with its strategy."""
@@ -152,7 +161,7 @@ class Collective:
             raise ConfigError(what, "strategy.use_hierarchical_allreduce", "true", hint)
         nodes = self.role.trainers_per_node or 1
         shared = (strategy or self._strategy, self.communicators)
-        engine = FleetEngine(model, *shared, keep_times=False, trainers_per_node=nodes, company=self.models)
+        engine = self.engine_kind(model, *shared, keep_times=False, trainers_per_node=nodes, company=self.models)
         self.use(engine)
         engine.inherit(optimizers)
         if WHY in os.environ:
@@ -320,12 +329,12 @@ class Collective:
             dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no other name for it
             dist.get_rank(),
             dist.get_world_size(),
-            step=self._step,
+            step=self.num_steps,
         )
         self._failures.start()
         return self._failures.broken
 
-    def _step(self) -> int:
+    def num_steps(self) -> int:
         """Return the current step of this rank; 0 before the first."""
         return max((engine.step for engine in self.models.engines), default=0)
 

@@ -215,8 +215,18 @@ class Fleet:
             self._log.end_epoch()
 
     def worker_num(self) -> int:
-        """Return the number of trainers."""
+        """Return the number of trainers; with elastic workers, in the last round."""
         return self._joined("fleet.worker_num").trainers
+
+    def num_steps(self) -> int:
+        """Return the number of steps that have begun; for a newcomer among elastic workers, they begin with its peers'.
+
+        Raises ``ConfigError`` with parameter servers.
+        """
+        job = self._joined("fleet.num_steps")
+        if not isinstance(job, Collective):
+            raise ConfigError("counts the steps of trainers that average", "fleet.num_steps", hint="count them in the loop")
+        return job.num_steps()
 
     def worker_index(self) -> int:
         """Return this trainer's rank. Raises ``ConfigError`` on a server."""
@@ -319,6 +329,10 @@ def _joined(strategy: DistributedStrategy, timeout_s: float) -> Collective | Ser
     """Create this process's part in a job with ``strategy``."""
     if strategy.mode == "ps":
         return _served(strategy, timeout_s)
+    if strategy.is_elastic:
+        from real.elastic.collective import ElasticCollective  # other training does not need it
+
+        return ElasticCollective(strategy, timeout_s)
     if not strategy.sharding:
         return Collective(strategy, timeout_s)
     from real.sharded_collective import ShardedCollective  # torch's FSDP takes a second to import

@@ -123,7 +123,8 @@ class ShardedCollective(Collective):
             hint,
         )
 
-    def _step(self) -> int:
+    def num_steps(self) -> int:
+        """Return the number of steps that have begun."""
         return 0 if self._engine is None else self._engine.step
 
     def _of(self, where: str) -> ShardedEngine:

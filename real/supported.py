@@ -104,12 +104,21 @@ def refuse_unshardable_strategy(strategy: DistributedStrategy, trainers: int) ->
         raise ConfigError(why, f"strategy.{half}", "true", hint)
 
 
+def refuse_elastic(strategy: DistributedStrategy) -> None:
+    """Raise ``ConfigError`` for elastic local steps where trainers are always the same."""
+    if strategy.is_elastic:
+        what = "is executed in scripts with fleet's four lines: what is measured here has the same trainers throughout"
+        hint = "leave it out, which is the same training undisturbed; or fleetbench launch --nproc N --restarts R SCRIPT"
+        raise ConfigError(what, "strategy.localsgd_configs.elastic", "true", hint)
+
+
 def refuse_unsupported(experiment: Experiment, strategy: DistributedStrategy) -> None:
     """Raise ``ConfigError`` for the first setting that real runs do not support."""
     if experiment.run.launcher == "command":
         hint = "fleetbench sim simulates its profile, fleetbench tune -- COMMAND measures it"
         raise ConfigError("is a user's script, which only its own command trains", "workload.model", repr(experiment.workload.model), hint)
     served = strategy.mode == "ps"
+    refuse_elastic(strategy)
     if served:
         refuse_unserved(strategy)
     else:

@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skips["gpu"] = pytest.mark.skip(reason="SKIPPED: no CUDA device")
     if importlib.util.find_spec("ray") is None:
         skips["ray"] = pytest.mark.skip(reason="SKIPPED: Ray is not installed; pip install 'fleetbench[ray]'")
+    if importlib.util.find_spec("torchft") is None:
+        skips["torchft"] = pytest.mark.skip(reason="SKIPPED: torchft is not installed (fleetbench[elastic])")
     if os.geteuid() != 0:
         skips["root"] = pytest.mark.skip(reason="SKIPPED: not root")
     seen = Counter[str]()

@@ -28,6 +28,8 @@ def register(commands: Commands) -> None:
     parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="folder for one log file per rank; default: log")
     strategy = "a strategy file such as recommended.toml for the script's DistributedDataParallel; without --nproc, a command follows --"
     parser.add_argument("--strategy", type=Path, metavar="FILE", help=strategy)
+    restarts = "elastic workers (localsgd_configs.elastic): the job goes on without one that dies, and starts one again up to N times"
+    parser.add_argument("--restarts", type=whole(0), metavar="N", help=restarts)
     form = "start nothing: print what starts an experiment's trainers there. SCRIPT is EXPERIMENT.toml then"
     parser.add_argument("--print", choices=FORMS, dest="form", help=form)
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
@@ -47,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None:
         raise ConfigError("how many trainers?", "--nproc", hint=usage)
     _require_script(arguments.script, usage)
+    if arguments.restarts is not None:
+        return _launch_elastic(arguments)
     from real.job.launcher import launch_script
 
     emit(f"{arguments.script}: {counted(arguments.nproc, 'trainer')}, rendezvous a file, logs in {arguments.log_dir}")
@@ -67,6 +71,19 @@ def _run_command(arguments: argparse.Namespace) -> int:
         raise ConfigError("no command follows it, and no --nproc", "--strategy", str(arguments.strategy), hint)
     your_script.require_script(command, None)
     run_command(command, arguments.strategy)
+    return 0
+
+
+def _launch_elastic(arguments: argparse.Namespace) -> int:
+    if arguments.strategy is not None:
+        hint = "the script takes its strategy itself: fleet.init(DistributedStrategy.load(FILE))"
+        raise ConfigError("is for a script's DistributedDataParallel, which is not elastic", "--strategy", str(arguments.strategy), hint)
+    from real.elastic.launching import launch_elastic
+
+    workers, logs = counted(arguments.nproc, "elastic worker"), arguments.log_dir
+    emit(f"{arguments.script}: {workers}, rendezvous torchft's lighthouse, logs in {logs}")
+    script = [arguments.script, *arguments.arguments]
+    launch_elastic(arguments.nproc, script, restarts=arguments.restarts, log_dir=logs, echo=echo, say=say)
     return 0
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from fleetbench.plan.adaptive_k import AdaptiveK
+from fleetbench.plan.elastic import Elastic
 from fleetbench.plan.local_sgd import Cadence
 from fleetbench.plan.loss_scaling import LossScaler
 from fleetbench.plan.outer import Fragments, Outer
@@ -51,6 +52,8 @@ class Combination:
     fragments: Fragments | None = None
     """Fragments of the model with their own rounds. None if the end of a round exchanges and merges the whole
     model."""
+    elastic: Elastic | None = None
+    """Rule for workers that come and go, or None if there are always the same trainers."""
     feeds_back: bool = False
     """Whether the quantisation error of a trainer's difference is added to its next difference."""
     keeps_on_host: bool = False
@@ -94,6 +97,7 @@ class Combination:
             outer=Outer.of(strategy),
             worker_trainers=strategy.worker_trainers,
             fragments=Fragments.of(strategy),
+            elastic=Elastic.of(strategy),
             feeds_back=strategy.quantises and strategy.localsgd_configs.outer_error_feedback,
             keeps_on_host=strategy.localsgd and strategy.localsgd_configs.outer_on_host,
             averages_state=strategy.averages_state,

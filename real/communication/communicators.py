@@ -5,6 +5,8 @@ ranks create them in the same order and keep them for the life of the process, b
 collective. The functions at the end choose a trainer's device and what carries collectives on it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import os
@@ -16,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ from fleetbench.strategy import DistributedStrategy
 from real.communication.lanes import InlineLane, Lane, Started, StreamLane, ThreadLane, host_reads
 from real.older_torch import ALL_GATHER, REDUCE_SCATTER, average
 from real.processes.failures import CollectiveFailed
+
+if TYPE_CHECKING:
+    from real.elastic.workers import Workers
 
 _ROUNDS = 4
 _NUMELS = (1, 1000, 1 << 20)
@@ -168,6 +173,8 @@ class Communicators:
         self.device = device
         self.errors = errors
         """Returns the context manager that surrounds every collective."""
+        self.workers: Workers | None = None
+        """Elastic workers that this world, a single trainer, meets when a round ends; None in any other job."""
         self._backend = backend
         self._timeout = timeout
         self._make_lane = lane or partial(make_lane, device, backend)

@@ -177,6 +177,12 @@ class DeltaBucket:
         copy_all(self.distances, self.parameters)
         self.buffer.sub_(self._snapshot.to(self._device, non_blocking=True))
 
+    def hold_velocity(self) -> torch.Tensor:
+        """Return the flat outer momentum, which begins as zeros."""
+        if self._velocity is None:
+            self._velocity = torch.zeros_like(self._snapshot, pin_memory=self._snapshot.is_pinned())
+        return self._velocity
+
     @torch.no_grad()
     def step(self, outer: Outer) -> None:
         """Replace the mean distance in the buffer with the outer optimizer's step, before its learning rate.
@@ -185,11 +191,10 @@ class DeltaBucket:
         """
         if outer.momentum == 0:
             return
-        if self._velocity is None:
-            self._velocity = torch.zeros_like(self._snapshot, pin_memory=self._snapshot.is_pinned())
-        velocity = self._velocity.to(self._device, non_blocking=True)
+        kept = self.hold_velocity()
+        velocity = kept.to(self._device, non_blocking=True)
         velocity.mul_(outer.momentum).add_(self.buffer)
-        self._velocity.copy_(velocity)
+        kept.copy_(velocity)
         if outer.nesterov:
             self.buffer.add_(velocity, alpha=outer.momentum)
         else:
@@ -243,7 +248,7 @@ class DeltaBucket:
     ) -> None:
         """Restore outer momentum, averaged distances that are not merged yet, and quantisation errors, by parameter."""
         if set(self.names) <= velocity.keys():
-            self._velocity = torch.zeros_like(self._snapshot, pin_memory=self._snapshot.is_pinned())
+            self.hold_velocity()
             copy_all(self.velocity, [velocity[name] for name in self.names])
         if set(self.names) <= landed.keys():
             copy_all(self.distances, [landed[name] for name in self.names])

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.drive import Requests, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
@@ -65,6 +66,7 @@ from real.engine.refusals import (
 from real.engine.sparse import refuse_unknown_sparse
 from real.engine.stopwatch import Stopwatch
 from real.engine.updates import Updates
+from real.supported import refuse_elastic
 
 if TYPE_CHECKING:
     from real.checkpoints.meeting import Meeting
@@ -105,6 +107,8 @@ class Engine:
         trainers_per_node: int = 1,
         forecast: tuple[Cost, Mapping[str, int]] | None = None,
     ) -> None:
+        if communicators.workers is None:
+            refuse_elastic(strategy)
         refuse_model(model, communicators.device, strategy)
         changes = strategy.changes().items()
         agree_on([f"{name} = {json.dumps(value)}" for name, value in changes], "the strategy", communicators)  # from which groups are made
@@ -230,6 +234,9 @@ class Engine:
 
     def _agree(self, lines: Sequence[str]) -> None:
         """Raise ``ConfigError`` on every rank unless all ranks describe the same change by ``lines``."""
+        if self.communicators.workers is not None:
+            hint = "load weights before fleet.distributed_model: the first worker's become those of all"
+            raise ConfigError("elastic workers do not meet to change them alike", OUTSIDE, f"{len(lines)} parameters", hint)
         if self.meeting is not None:
             self.meeting.meet(OUTSIDE)
         self.communicators.order_lanes()

@@ -128,14 +128,19 @@ class Executor:
     def has_parted(self) -> bool:
         """Whether this trainer's parameters differ from the values that deltas are measured from.
 
-        With one trainer, this is only possible under an outer optimizer or with fragments.
+        With one trainer, this is only possible under an outer optimizer, with fragments or among elastic workers.
         """
-        return (self._communicators.trainers > 1 or self.steps_outside) and not all(delta.is_at_rest for delta in self.storage.deltas)
+        return self._agrees and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
     def parts(self) -> bool:
         """Whether updates move this trainer's parameters away from the values that all trainers last agreed on."""
-        return self.combination.is_local and (self._communicators.trainers > 1 or self.steps_outside)
+        return self.combination.is_local and self._agrees
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether what trainers agree on may differ from this trainer's own parameters."""
+        return self._communicators.trainers > 1 or self.steps_outside or self.combination.elastic is not None
 
     @property
     def looks_for_unused(self) -> bool:
@@ -315,6 +320,8 @@ class Executor:
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
         self._controls.refuse_shared()
+        if (workers := self._communicators.workers) is not None:
+            self._controls.each[place].lr_scale = self.combination.lr_scale * workers.lr_factor
         self._controls.each[place].begin(updates=self._updates_now or self.combination.leaves_averages)
 
     def end_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -325,6 +332,7 @@ class Executor:
         """Run the operations after the update, once the user's optimizers have stepped."""
         self._taken.clear()
         self._tickets.clear()
+        self._count_update()
         behind, self._behind_update = self._behind_update, ()
         self._finish(behind, self._requests)
 
@@ -344,6 +352,8 @@ class Executor:
             self._finish_rows()
             self._forget_unused()
             self._controlled().step_between()
+            self._updates_now = True
+            self._count_update()
             self._tickets.clear()
             operations = operations[update + 1 :]
         self._finish(operations, requests)
@@ -354,6 +364,11 @@ class Executor:
                 parameter.grad = None
         self._stopwatch.update_ends()
         return True
+
+    def _count_update(self) -> None:
+        """Count an update that belongs to the round of elastic workers, unless it was skipped."""
+        if self._communicators.workers is not None and self._updates_now:
+            self._communicators.workers.num_steps += 1
 
     def _marks(self) -> list[Marks]:
         """Return marks of each optimizer's gradients; with a single optimizer, they are taken by bucket."""
@@ -533,12 +548,28 @@ class Executor:
             self.wait(self._tickets)
             self._stopwatch.stall_ends()
             self._flying.clear()
+        any_steps = operation.kind != ("merge" if what.outer is None else "outer") or self._meet_workers(own)
         if operation.kind == "outer":
             assert what.outer is not None
-            for delta in own:
+            for delta in own if any_steps else ():
                 delta.step(what.outer)
-        elif self._communicators.trainers > 1 or self.steps_outside:  # else its parameters are the average
+        elif self._agrees:  # else its parameters are the average
             self._merge(operation, own)
+
+    def _meet_workers(self, own: Sequence[DeltaBucket]) -> bool:
+        """Average the distances with the elastic workers that arrive; return whether any of them had steps."""
+        workers, outer = self._communicators.workers, self.combination.outer
+        if workers is None:
+            return True
+        for delta in own:
+            if outer is None:  # else the plan's ``difference`` has packed it
+                delta.pack()
+            elif outer.momentum:
+                delta.hold_velocity()
+        self._stopwatch.stall_begins()
+        any_steps = workers.average(own)
+        self._stopwatch.stall_ends()
+        return any_steps
 
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:

@@ -84,7 +84,7 @@ def run_processes(
             for (kind, rank, own), name in zip(processes, names, strict=True):
                 variables = {**environment, **own, NOTE_PATH: str(note)}
                 started.append(start(kind, rank, command, variables, log_dir / name))
-            _follow(started, echo, note, is_spread=is_spread)
+            follow(started, echo, lambda: _is_over(started, note, is_spread=is_spread))
             _tell_driver(started)
             error = verdict(started, read_note(note), located)
         finally:
@@ -93,8 +93,8 @@ def run_processes(
         raise _shown(error, log_dir, echo)
 
 
-def _follow(processes: Sequence[Started], echo: Echo, note: Path, *, is_spread: bool) -> None:
-    """Follow the processes until ``_is_over``, and pass rank 0's output to ``echo``.
+def follow(processes: Sequence[Started], echo: Echo, is_over: Callable[[], bool]) -> None:
+    """Follow the processes until ``is_over``, and pass rank 0's output to ``echo``.
 
     If interrupted, let the trainers end first.
     """
@@ -113,7 +113,7 @@ def _follow(processes: Sequence[Started], echo: Echo, note: Path, *, is_spread: 
                 time.sleep(POLL_S)
 
         try:
-            look_until(lambda: _is_over(processes, note, is_spread=is_spread), echo)
+            look_until(is_over, echo)
         except KeyboardInterrupt:
             with uninterrupted(signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C ends all at once
                 _let_end(processes, lambda is_over: look_until(is_over, _unheard(echo)))

@@ -122,7 +122,7 @@ def interface_towards(host: str, port: int, *, patience_s: float = 0.0) -> str |
     name that does not resolve yet, such as that of a pod that has not started. Raises ``EnvironmentLacks`` if no
     route to ``host`` is found by then.
     """
-    own = _own_address(host, port, patience_s)
+    own = own_address(host, port, patience_s)
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == own for address in addresses):
             return name
@@ -162,7 +162,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _own_address(host: str, port: int, patience_s: float) -> str:
+def own_address(host: str, port: int, patience_s: float = 0.0) -> str:
+    """Return this machine's address towards ``host``; see ``interface_towards``."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -120,6 +120,8 @@ def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _L
         ("--nnodes", "2"),
         ("--nproc", "2", "--startup-timeout", "0"),
         ("--nproc", "2", "--startup-timeout", "soon"),
+        ("--nproc", "2", "--restarts", "-1"),
+        ("--nproc", "2", "--restarts", "1", "--strategy", "recommended.toml"),
     ],
 )
 def test_numbers_that_make_no_sense_are_bad_usage(arguments: tuple[str, ...], command: Callable, launches: _Launches, script: Path) -> None:
@@ -135,6 +137,21 @@ def test_the_number_of_trainers_is_asked_for(command: Callable, launches: _Launc
     assert "--nproc" in ended.err
     assert "fleetbench launch --nproc 2" in ended.err
     assert not launches.asked
+
+
+def test_restarts_start_elastic_workers(command: Callable, launches: _Launches, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for reaches the launch, which says how many restarts are left."""
+    asked: list[tuple[Any, ...]] = []
+
+    def launch(nproc: int, script: list[str], *, restarts: int, say: Callable[[str], None], **_: Any) -> None:
+        asked.append((nproc, script, restarts))
+        say("note: rank 1 was killed by SIGKILL, and is started again (1 of 3)")
+
+    monkeypatch.setattr("real.elastic.launching.launch_elastic", launch)
+    ended = command("launch", "--nproc", "2", "--restarts", "3", script, "--lr", "0.1")
+    assert ended.code == 0
+    assert "note: rank 1 was killed by SIGKILL" in ended.err
+    assert (asked, launches.asked) == ([(2, [str(script), "--lr", "0.1"], 3)], [])
 
 
 @dataclasses.dataclass

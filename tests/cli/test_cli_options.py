@@ -23,6 +23,7 @@ OPTIONS = {
         "--log-dir",
         "--nproc",
         "--print",
+        "--restarts",
         "--servers",
         "--startup-timeout",
         "--strategy",

@@ -23,6 +23,7 @@ from sim.learning.trajectory import CLOCK, LEARNT
 from tuner.space import NAMES, needs, parameters_of, search_space, way_of
 
 AVERAGED = ["k_steps", "begin_step", "schedule", "warmup_epochs", "warmup", "fragments", "overlap_steps", "mixing", "worker_trainers"]
+AVERAGED += ["elastic", "elastic_lr"]
 AVERAGING = ["momentum", "buffers", "optimizer_state", "outer_lr", "outer_momentum", "outer_nesterov"]
 MERGED = ["k_steps", "avg", "remainder", "lr_per", "batch_norm_per"]
 SCALED = ["init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio", "use_dynamic_loss_scaling"]
@@ -97,6 +98,7 @@ BASES: dict[str, dict[str, Any]] = {
     "localsgd_configs.warmup": {"localsgd": True, "localsgd_configs": {"schedule": "document"}},
     "localsgd_configs.outer_wire": {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7}},
     "localsgd_configs.outer_error": {"localsgd": True, "localsgd_configs": {"k_steps": 4, "outer_lr": 0.7, "outer_wire": "int8"}},
+    "localsgd_configs.elastic_lr": {"localsgd": True, "localsgd_configs": {"k_steps": 4, "elastic": True}},
     "localsgd_configs.": {"localsgd": True, "localsgd_configs": {"k_steps": 4}},
     "adaptive_localsgd_configs.": {"adaptive_localsgd": True},
     "gradient_merge_configs.": {"gradient_merge": True},
@@ -121,6 +123,7 @@ OTHERS: dict[str, Any] = {
     "localsgd_configs.schedule": "torch",
     "localsgd_configs.warmup": "linear",
     "localsgd_configs.mixing": 0.5,
+    "localsgd_configs.elastic_lr": "sqrt",
     "localsgd_configs.outer_wire": "int8",
     "adaptive_localsgd_configs.variant": "qsr",
     "gradient_merge_configs.remainder": "drop",

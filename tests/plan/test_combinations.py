@@ -28,7 +28,8 @@ from plan.contract import awaited, run_step
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
-    DOCS / f"{name}.md" for name in ("strategies", "exchange", "local_sgd", "outer_optimizer", "gradient_merge", "compute", "sharding")
+    DOCS / f"{name}.md"
+    for name in ("strategies", "exchange", "local_sgd", "elastic", "outer_optimizer", "gradient_merge", "compute", "sharding")
 ]
 """The pages of collective strategies."""
 Fields = dict[str, Any]

@@ -30,6 +30,7 @@ class ZeroTrainer:
     rank = 0
     queue_depth = 2
     device = torch.device("cpu")
+    workers = None
     errors = staticmethod(collective_errors)
 
     def __init__(self, delay_s: float = 0.0) -> None:

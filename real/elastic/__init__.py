@@ -1,0 +1,1 @@
+"""Elastic local steps: workers that come and go, on torchft's manager; only this package imports torchft."""
