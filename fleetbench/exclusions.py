@@ -1,8 +1,10 @@
-"""Exclusions: pairs of strategy settings that contradict each other."""
+"""Exclusions: pairs of strategy settings that contradict each other, and groups that do not fit the trainers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
     from fleetbench.strategy import DistributedStrategy
@@ -92,3 +94,19 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (elastic and own.scales_loss, "elastic", "amp", "workers do not meet in every step to skip an overflow together"),
         (elastic and shared, "elastic", 'momentum, optimizer_state or buffers = "average"', "they stay with their worker"),
     )
+
+
+def check_hierarchy(trainers: int, inner: int) -> None:
+    """Raise ``ConfigError`` unless ``inner`` is at least 2 and divides the number of trainers."""
+    if inner < 2 or trainers % inner:
+        what = f"does not divide the world of {trainers} trainers into groups of at least 2"
+        hint = f"choose a number above 1 that divides the {trainers} trainers, or switch use_hierarchical_allreduce off"
+        raise ConfigError(what, "strategy.hierarchical_inner_ranks", repr(inner), hint)
+
+
+def check_workers(trainers: int, number: int) -> None:
+    """Raise ``ConfigError`` unless workers of ``number`` trainers each are two at least and have all trainers."""
+    if number > 1 and (trainers % number or number == trainers):
+        what = f"does not make {trainers} trainers two or more workers of as many trainers each"
+        divisors = ", ".join(str(each) for each in range(1, trainers // 2 + 1) if trainers % each == 0) or "1"
+        raise ConfigError(what, "strategy.localsgd_configs.worker_trainers", repr(number), f"one of {divisors}")

@@ -26,10 +26,11 @@ from fleetbench.config import Config, at_least, decode, defaults_of, encode
 from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
+from fleetbench.exclusions import check_hierarchy, check_workers
 from fleetbench.fields import PARAMETERS, SEARCHES
 from fleetbench.hardware.presets import expanded
 from fleetbench.quantities import Nanoseconds
-from fleetbench.strategy import DistributedStrategy, check_hierarchy, check_workers
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS, LINEAR_OPTIMIZERS, Workload
 
 SCHEMA = 1

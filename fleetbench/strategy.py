@@ -60,22 +60,6 @@ _SHARDED = Knob("plan clock", "sharding")
 _SERVED = Knob("servers way", "parameter servers' mode")
 
 
-def check_hierarchy(trainers: int, inner: int) -> None:
-    """Raise ``ConfigError`` unless ``inner`` is at least 2 and divides the number of trainers."""
-    if inner < 2 or trainers % inner:
-        what = f"does not divide the world of {trainers} trainers into groups of at least 2"
-        hint = f"choose a number above 1 that divides the {trainers} trainers, or switch use_hierarchical_allreduce off"
-        raise ConfigError(what, "strategy.hierarchical_inner_ranks", repr(inner), hint)
-
-
-def check_workers(trainers: int, number: int) -> None:
-    """Raise ``ConfigError`` unless workers of ``number`` trainers each are two at least and have all trainers."""
-    if number > 1 and (trainers % number or number == trainers):
-        what = f"does not make {trainers} trainers two or more workers of as many trainers each"
-        divisors = ", ".join(str(each) for each in range(1, trainers // 2 + 1) if trainers % each == 0) or "1"
-        raise ConfigError(what, "strategy.localsgd_configs.worker_trainers", repr(number), f"one of {divisors}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildStrategy(Config):
     """Fleet's ``build_strategy``: op fusion and the order of operators."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetbench.digests import json_digest
+from fleetbench.exclusions import check_workers
 from fleetbench.plan.events import BlockBegin, BucketReady
 from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket, Cost, fuse
@@ -19,7 +20,7 @@ from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import Operation, Operations, tupled
 from fleetbench.plan.outer import Fragments, runs_of_layers
 from fleetbench.plan.sharding import REST, Block, grouped_by_block, groups_of, lay_out_blocks, refuse_sparse
-from fleetbench.strategy import DistributedStrategy, check_workers
+from fleetbench.strategy import DistributedStrategy
 
 
 @dataclass(frozen=True, kw_only=True)

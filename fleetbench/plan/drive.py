@@ -83,6 +83,13 @@ def tell(decider: Decider, event: Event, now: Callable[[], int]) -> Requests:
         yield from _observe(decider, "loss", now)
 
 
+def started(requests: Requests) -> Operations:
+    """Return the operations that an event starts: its first request."""
+    decided = next(requests)
+    assert not isinstance(decided, Wanted)
+    return decided.operations
+
+
 def _observe(decider: Decider, name: Scalar, now: Callable[[], int]) -> Requests:
     wanted = Wanted(name)
     yield wanted

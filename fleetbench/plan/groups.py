@@ -12,7 +12,7 @@ gloo runs two: a process group has two threads for each network device (``Proces
 group.
 """
 
-from fleetbench.strategy import check_hierarchy
+from fleetbench.exclusions import check_hierarchy
 
 Parts = tuple[tuple[int, ...], ...]
 """Parts of one group; a rank is in at most one of them."""

@@ -28,8 +28,8 @@ from fleetbench.plan.state import State
 from fleetbench.strategy import DistributedStrategy
 from real.checkpoints.checkpoint import MODEL, Save
 from real.communication.communicators import strategy_digest
+from real.engine.carried import Carried
 from real.engine.engine import Engine
-from real.engine.executor import Carried
 from real.engine.planning import Progress
 
 SHARED = "training.pt"

@@ -35,8 +35,8 @@ from real.checkpoints.persistables import (
     restore,
 )
 from real.communication.communicators import strategy_digest
+from real.engine.carried import Carried
 from real.engine.engine import Engine
-from real.engine.executor import Carried
 from real.engine.outside import refuse_flying
 from real.engine.planning import Progress
 

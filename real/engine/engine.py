@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
-from fleetbench.plan.drive import Requests, tell
+from fleetbench.plan.drive import Requests, started, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.replay import Decider, Recording
@@ -40,7 +40,8 @@ from real.communication.communicators import Communicators, agree_on
 from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook, weakly
-from real.engine.executor import Carried, Executor, started
+from real.engine.carried import Carried
+from real.engine.executor import Executor
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.phase import Phase

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.drive import Decided, Requests, Wanted
+from fleetbench.plan.drive import Decided, Requests, Wanted, started
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations, wire_bytes
 from fleetbench.plan.steps import exchanges_plainly
 from fleetbench.plan.training import CollectiveTraining
@@ -25,33 +24,12 @@ from real.communication.lanes import Flight, InlineLane, Joined, Started, Ticket
 from real.compute.mixed_precision import own_gradients, unscale
 from real.compute.recompute import hold_statistics
 from real.engine.buckets import DeltaBucket, ModelBuffers, Storage, Transfer
+from real.engine.carried import Carried
 from real.engine.gradients import Marks, are_same, marks_of
 from real.engine.optimizers import Controls
 from real.engine.refusals import refuse_apart
 from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """State of an executor between steps, except parameters, buffers and optimizer state. Tensors are by name."""
-
-    origin: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Parameter values that deltas are measured from; empty if trainers never update alone."""
-    velocity: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The outer optimizer's momentum; empty before its first step."""
-    landed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Mean distances from ``origin`` in the fragment whose exchange is in flight between steps; else empty."""
-    residual: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Rounding errors of this trainer's quantised distances, in FP32; empty without error feedback."""
-    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Sums of gradients that wait for their update; empty if there are none."""
-    merged: int = 0
-    """Number of steps whose gradients are in ``sums``."""
-    used: frozenset[str] = frozenset()
-    """Names of parameters that a loss has reached since the last update."""
-    loss: torch.Tensor | None = None
-    """Loss of the last step; None if it was not reported."""
 
 
 class Executor:
@@ -617,10 +595,3 @@ class Executor:
         for (name, parameter), reached in zip(self._parameters.items(), flags, strict=True):
             if not reached and name in self._absent:
                 parameter.grad = None
-
-
-def started(requests: Requests) -> Operations:
-    """Return the operations that an event starts: its first request."""
-    decided = next(requests)
-    assert not isinstance(decided, Wanted)
-    return decided.operations

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fleetbench.plan.drive import started
 from fleetbench.plan.events import BackwardEnd, StepBegin
 from fleetbench.plan.state import State
 from real.engine.buckets import GradientBucket
 from real.engine.engine import Engine
-from real.engine.executor import started
 from real.engine.gradients import is_cleared
 from real.engine.phase import Phase
 from real.engine.refusals import refuse_in_step, refuse_open, refuse_uneven
