@@ -26,6 +26,9 @@ MULTIPLES = (0.5, 2.0)
 EQUAL = "samples count as equal under all K: what local steps, and a global batch that varies, cost in loss is not known here"
 BATCH = "with fewer nodes the global batch is smaller; what that does to the loss is not simulated"
 
+_SPREAD = ("nccl_comm_num", "use_hierarchical_allreduce", "fp16_allreduce", "bf16_allreduce")
+"""Fields that elastic workers exclude, and that change only how an average is exchanged."""
+
 SamplesToTarget = Callable[[DistributedStrategy], float | None]
 """Samples to the target as a multiple of those of the experiment's own strategy; None if unknown."""
 
@@ -115,12 +118,11 @@ def under_churn(experiment: Experiment, strategies: Mapping[int, DistributedStra
             notes.append(left_out(f"K = {k}", "is not compared under cluster.churn", "its samples to the target are not known"))
             continue
         try:
-            own = experiment.replace(strategy=strategy)
-            times = RoundTimes(candidates.shortened(own))
-            for kind in _kinds(own):
+            for kind, own in _kinds(experiment.replace(strategy=strategy)):
+                times = RoundTimes(candidates.shortened(own))
                 for policy, rule in _policies(churn, kind, *failures(available, kind)):
                     one = goodput(times, available, policy)
-                    found.append(Choice(strategy=strategy, rule=rule, samples_to_target=samples[strategy] or 1.0, goodput=one))
+                    found.append(Choice(strategy=own.strategy, rule=rule, samples_to_target=samples[strategy] or 1.0, goodput=one))
         except ConfigError as error:
             notes.append(left_out(f"K = {k}", "is not compared under cluster.churn", error))
     if not found:
@@ -155,10 +157,15 @@ def by_local_steps(experiment: Experiment, best: Iterable[DistributedStrategy], 
     return found
 
 
-def _kinds(experiment: Experiment) -> tuple[Kind, ...]:
-    """Return the policies that a strategy allows: elastic ones are for local steps."""
-    elastic = experiment.strategy.local_steps > 1 and survives_loss(experiment)
-    return ("synchronous", "elastic") if elastic else ("synchronous",)
+def _kinds(experiment: Experiment) -> Iterator[tuple[Kind, Experiment]]:
+    """Yield the policies that a strategy allows, with the experiment under each.
+
+    Elastic workers need local steps, and exchange all in one sum: settings that spread it are left out.
+    """
+    yield "synchronous", experiment
+    if experiment.strategy.local_steps > 1 and survives_loss(experiment):
+        strategy = experiment.strategy.without(*_SPREAD).replace(localsgd_configs={"elastic": True})
+        yield "elastic", experiment.replace(strategy=strategy)
 
 
 def _policies(churn: Churn, kind: Kind, number: int, mean_ns: float) -> Iterator[tuple[Policy, str]]:
