@@ -11,7 +11,7 @@ from fleetbench.cli.output import echo, emit, say
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
 
-FORMS = ("slurm", "torchrun", "kubernetes", "ray")
+FORMS = ("slurm", "torchrun", "kubernetes")
 
 
 def register(commands: Commands) -> None:

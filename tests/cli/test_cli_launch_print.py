@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -223,38 +222,6 @@ def test_every_variable_is_exported_once(form: str, printed: Callable[..., str],
     plain = command("launch", "--print", form, path).out
     assert [line for line in plain.splitlines() if line.startswith("export")] == ['export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"']
     assert "# plain: 1 trainer, 1 on each of 1 node.\n" in plain
-
-
-@pytest.mark.ray
-def test_a_job_of_ray_train_trains(printed: Callable[..., str], tmp_path: Path) -> None:
-    """On a local Ray of two nodes, a trainer on each: one process's result on the joint batch."""
-    job = tmp_path / "job.py"
-    job.write_text(printed("ray", str(REAL / "four_lines.py"), str(tmp_path / "out"), nodes=2, per_node=1))
-    path = f"{os.environ.get('PYTHONPATH', '')}:{REAL}"
-    command = [sys.executable, str(Path(__file__).with_name("ray_cluster_of.py")), str(job)]
-    environment = {**os.environ, "PYTHONPATH": path, "RAY_TRAIN_METRICS_ENABLED": "0", "HOME": str(tmp_path)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    expected = problem.joint_training(2, "float64", problem.optimizer_of("momentum"))[-1].numpy()
-    for rank in range(2):
-        np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("nodes", "per_node", "device"), [(1, 3, "cuda"), (2, 1, "cpu"), (2, 3, "cpu")])
-def test_a_job_of_ray_asks_for_the_experiments_cluster(nodes: int, per_node: int, device: str, printed: Callable[..., str]) -> None:
-    """Python reads it: workers, devices and places are the experiment's, and words of the script stay what they are."""
-    text = printed("ray", "train.py", "it's: {a} #b", nodes=nodes, per_node=per_node, device=device)
-    calls = {node.func.id: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    asked = {word.arg: ast.literal_eval(word.value) for word in calls["ScalingConfig"].keywords}
-    strategy = {(1, 3): "STRICT_PACK", (2, 1): "STRICT_SPREAD", (2, 3): "PACK"}[nodes, per_node]
-    cores = {"CPU": 6 // per_node} | ({"GPU": 1} if device == "cuda" else {})
-    assert asked == {
-        "num_workers": nodes * per_node,
-        "use_gpu": device == "cuda",
-        "resources_per_worker": cores,
-        "placement_strategy": strategy,
-    }
-    assert [word.value for word in calls["bound"].args[0].elts if isinstance(word, ast.Constant)] == ["-u", "train.py", "it's: {a} #b"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Templates of scripts that start an experiment's trainers on a cluster, for a user to fill in and submit.
 
 ``slurm.sh`` is a batch script, ``torchrun.sh`` a script to run on every node, ``kubernetes.yaml`` an indexed
-Job with the service through which its pods find pod 0, ``ray.py.jinja`` a program that starts them with Ray
-Train's ``TorchTrainer``, and only trains. The other three train by default. With the argument
+Job with the service through which its pods find pod 0. All three train by default. With the argument
 ``inside`` they tune, and one of the workers is also the driver; with ``tune`` (``slurm.sh``, and
 ``torchrun.sh`` on one node) the driver is a process of its own. ``slurm_servers.sh`` is the batch script for
 an experiment with parameter servers; it can only train.
@@ -25,13 +24,13 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import counted
 
-_FILES = {"slurm": "slurm.sh", "torchrun": "torchrun.sh", "kubernetes": "kubernetes.yaml", "ray": "ray.py.jinja"}
+_FILES = {"slurm": "slurm.sh", "torchrun": "torchrun.sh", "kubernetes": "kubernetes.yaml"}
 _LABEL = 50
 """Largest length of a name in Kubernetes: 63 characters are allowed, and a pod's number is appended."""
 
 
 def render_template(form: str, experiment: Experiment, path: Path, script: Sequence[str]) -> str:
-    """Return the filled-in template of a form: ``slurm``, ``torchrun``, ``kubernetes`` or ``ray``.
+    """Return the filled-in template of a form: ``slurm``, ``torchrun`` or ``kubernetes``.
 
     ``path`` is the path of the experiment's file on the cluster's nodes. ``script`` is a Python file or another
     program, with its arguments; if it is empty, the experiment's own workload is trained. Raises
@@ -77,8 +76,6 @@ def render_template(form: str, experiment: Experiment, path: Path, script: Seque
         torchrun_arguments=_joined(program if is_python else ["--no-python", *program]),
         script=_joined(script),
         own=not script,
-        words=f"[sys.executable, {', '.join(map(ascii, ['-u', *([] if script else ['-P']), *program]))}]" if is_python else ascii(program),
-        environment=ascii({"OMP_NUM_THREADS": "1"} | run.environment),
     )
 
 
