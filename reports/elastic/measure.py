@@ -168,7 +168,8 @@ class Campaign:
         for rank, process in list(self.living.items()):
             if process.exitcode is not None:
                 del self.living[rank]
-                if "done" in (self.folder / f"{rank}-{self.lives[rank] - 1}").read_text():
+                path = self.folder / f"{rank}-{self.lives[rank] - 1}"
+                if path.exists() and "done" in path.read_text():
                     self.due, self.back = float("inf"), {}
                 elif rank not in self.back:
                     self.note(f"failed with {process.exitcode}", rank, self.lives[rank] - 1)
@@ -181,28 +182,38 @@ class Campaign:
         self.note(event, rank, self.lives[rank] - 1)
 
 
-def undisturbed(seed: int, k_steps: int, steps: int) -> float:
-    """Return the held-out loss of DiLoCo with AdamW, written out, with all workers."""
-    networks = [student(seed) for _ in range(WORKERS)]
-    inner = [torch.optim.AdamW(network.parameters(), lr=LR) for network in networks]
-    theta = [own.detach().clone().requires_grad_() for own in networks[0].parameters()]
+def undisturbed(seeds: int, k_steps: int, steps: int) -> list[float]:
+    """Return each seed's held-out loss of DiLoCo with AdamW and all workers, written out for all networks at once."""
+    networks = [student(seed) for seed in range(seeds) for _ in range(WORKERS)]
+    every = [torch.stack(own).detach().requires_grad_() for own in zip(*(network.parameters() for network in networks), strict=True)]
+    theta = [own.detach()[::WORKERS].clone().requires_grad_() for own in every]
+    inner = torch.optim.AdamW(every, lr=LR)
     outer = torch.optim.SGD(theta, CONFIGS["outer_lr"], CONFIGS["outer_momentum"], nesterov=True)
+    first, first_bias, second, second_bias = every
     for step in range(1, steps + 1):
-        for rank, (network, optimizer) in enumerate(zip(networks, inner, strict=True)):
-            inputs, labels = batch_of(seed, step, rank)
-            optimizer.zero_grad()
-            cross_entropy(network(inputs), labels).backward()
-            optimizer.step()
+        batches = [batch_of(seed, step, rank) for seed in range(seeds) for rank in range(WORKERS)]
+        inputs, labels = torch.stack([one for one, _ in batches]), torch.cat([one for _, one in batches])
+        hidden = torch.tanh(torch.baddbmm(first_bias[:, None], inputs, first.mT))
+        scores = torch.baddbmm(second_bias[:, None], hidden, second.mT)
+        inner.zero_grad()
+        (cross_entropy(scores.flatten(0, 1), labels, reduction="sum") / BATCH).backward()
+        inner.step()
         if step % k_steps == 0:
             with torch.no_grad():
-                for own, *others in zip(theta, *(network.parameters() for network in networks), strict=True):
-                    own.grad = own - torch.stack(others).mean(dim=0)
+                for own, all_of in zip(theta, every, strict=True):
+                    own.grad = own - all_of.unflatten(0, (seeds, WORKERS)).mean(dim=1)
             outer.step()
             with torch.no_grad():
-                for network in networks:
-                    for own, agreed in zip(network.parameters(), theta, strict=True):
-                        own.copy_(agreed)
-    return held_out(networks[0])
+                for own, all_of in zip(theta, every, strict=True):
+                    all_of.copy_(own.repeat_interleave(WORKERS, dim=0))
+    found = []
+    for seed in range(seeds):
+        network = student(seed)
+        with torch.no_grad():
+            for parameter, own in zip(network.parameters(), theta, strict=True):
+                parameter.copy_(own[seed])
+        found.append(held_out(network))
+    return found
 
 
 def append(path: Path, columns: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> None:
@@ -240,8 +251,8 @@ def measure(k_steps: int, steps: int, seeds: int, gap_s: float, folder: Path) ->
     append(folder / "rounds.csv", ROUNDS, rounds)
     append(folder / "losses.csv", LOSSES, losses)
     torch.set_num_threads(1)
-    for seed in range(seeds):
-        append(folder / "losses.csv", LOSSES, [(own, k_steps, "undisturbed", seed, undisturbed(seed, k_steps, steps))])
+    alone = undisturbed(seeds, k_steps, steps)
+    append(folder / "losses.csv", LOSSES, [(own, k_steps, "undisturbed", seed, loss) for seed, loss in enumerate(alone)])
 
 
 def tables(folder: Path) -> None:
