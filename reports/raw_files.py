@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 MARK = "<!-- what follows is written by raw_files.py -->\n"
 RAW = (".json", ".jsonl", ".csv")
-NAMED = {"as_ddp_or_refused/seed2.csv": ["7fa7952"]}
+NAMED = {"as_ddp_or_refused/seed2.csv": ["7fa7952"]} | {f"elastic/{name}.csv": ["417967b"] for name in ("events", "losses", "rounds")}
 """Files that name no commit, and were measured with an earlier one than that which brought them."""
 OF_OTHERS = ("data", "data.csv", "published.csv")
 """Folders and files with measurements by others, whose README names their source."""
