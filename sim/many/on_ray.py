@@ -19,7 +19,6 @@ _RETRIES = 10
 """Number of times that a task of a lost worker runs again."""
 _MEMORY = 512 * 2**20
 """Bytes that a task declares to Ray. Ten thousand trainers with a thousand steps take 190 MiB."""
-_PACKAGES = ("fleetbench", "sim", "real", "tuner")
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's only switch for loopback addresses, on every system
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -48,7 +47,10 @@ def connected() -> Iterator[None]:
             return
         own: dict[str, Any] = {"address": "local", "num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
         if address:
-            own = {"address": address, "runtime_env": {"py_modules": [import_module(name) for name in _PACKAGES]}}
+            own = {
+                "address": address,
+                "runtime_env": {"py_modules": [import_module(name) for name in ("fleetbench", "sim", "real", "tuner")]},
+            }
         try:
             handler = signal.getsignal(signal.SIGTERM)
             ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)

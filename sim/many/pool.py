@@ -25,7 +25,6 @@ from sim.many import on_ray
 from sim.run import Engine, simulate
 
 Where = Literal["local", "ray"]
-"""Where calls run: on this machine's cores, or on those of Ray."""
 WHERE: tuple[str, ...] = get_args(Where)
 _WORTH_A_PROCESS = 3
 """Smallest number of calls for which other processes are started."""
@@ -122,8 +121,7 @@ def started(on: Where) -> AbstractContextManager[None]:
     return on_ray.connected() if on == "ray" else nullcontext()
 
 
-Call = tuple[list[Item], list[str]]
-"""Items of one part, and their labels, if they have any."""
+Call = tuple[list[Item], list[str]]  # the items of one part, and their labels, if they have any
 
 
 def _called(function: Callable[[Item], Result], call: Call[Item]) -> list[Result]:
