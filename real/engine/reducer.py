@@ -6,7 +6,8 @@ bucket to the engine.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,14 +58,14 @@ class PlannedReducer(DistributedDataParallel):
         self.broadcast_buffers = False
         self._counts = what.is_static
         """Whether the next backward is a static graph's first."""
-        self._numbers: Iterator[int] = iter(())
+        self._numbers = numbers = deque[int]()  # the hook refers to it and not to self, which torch would keep alive
         """Numbers of the buckets to come at the end of a static graph's first backward, where torch counts none."""
         self.require_backward_grad_sync = False  # forwards prepare nothing: ``expect`` does, for a backward that is exchanged
 
         found: dict[int, torch.futures.Future[torch.Tensor]] = {}
 
         def hear(_state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            index, buffer = next(self._numbers, bucket.index()), bucket.buffer()
+            index, buffer = numbers.popleft() if numbers else bucket.index(), bucket.buffer()
             on_bucket(index, buffer)
             if (done := found.get(index)) is None:
                 # A future accepts results only on the devices that it was given.
@@ -95,7 +96,8 @@ class PlannedReducer(DistributedDataParallel):
     def _counted(self, before: list[Any]) -> None:
         """Exchange all buckets of a static graph's first backward; one that has left no gradient is not the first."""
         if versions(self.__dict__["_laid_out"][1].values()) != before:
-            self._counts, self._numbers = False, iter(range(len(self.__dict__["_laid_out"][0])))
+            self._counts = False
+            self._numbers.extend(range(len(self.__dict__["_laid_out"][0])))
             self.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # noqa: SLF001  # as DDP
 
     @property
