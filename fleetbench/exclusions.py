@@ -67,7 +67,7 @@ def exclusions(own: DistributedStrategy) -> tuple[tuple[bool, str, str, str], ..
         (grouped and own.quantises, workers, int8, "INT8 uses one all-to-all over all trainers"),
         (grouped and own.use_hierarchical_allreduce, hierarchy, workers, "worker_trainers already defines the groups"),
         (grouped and own.fuses_by_cost, "fusion", workers, "the cost is that of an all-reduce over all trainers"),
-        (grouped and unused, "find_unused_parameters", workers, "a parameter's flag is exchanged among all trainers"),
+        (grouped and (unused or is_static), some, workers, "a parameter's flag is exchanged among all trainers"),
         (grouped and own.scales_loss, workers, "amp", "gradients meet before an overflow is known"),
         (grouped and own.sharding, "sharding", workers, "sharding_degree already makes workers"),
         (served and own.sharding, "sharding", 'mode = "ps"', "servers hold the parameters"),

@@ -189,11 +189,13 @@ def _not_chosen(found: Recommendation) -> Iterator[tuple[str, str]]:
     first = math.nan if best is None else best.expected or best.ratio or math.nan
     for arm in (arm for arm in found.arms[1:] if found.verdict != "USE" or arm.name != found.finalist):
         expected = arm.expected or arm.ratio
-        if arm.rejected is not None or arm.name in told:
-            yield arm.name, arm.rejected or told[arm.name]
+        if arm.rejected is not None:
+            yield arm.name, arm.rejected
         elif arm.name == found.finalist:
             gain = "too few pairs" if found.speedup is None else next(_figures(found, arm)).gain
             yield arm.name, f"{'undecided' if found.undecided else 'no gain'}: {gain}"
+        elif arm.name in told:
+            yield arm.name, told[arm.name]
         elif expected is None:
             yield arm.name, "measuring ended before it was ranked"
         elif expected >= 1:

@@ -134,8 +134,9 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
 def load(engines: Sequence[Engine], meeting: Meeting, path: Path, *, resynchronize: bool) -> Loaded:
     """Continue from a checkpoint of as many models, in the same order.
 
-    Every trainer calls it, between two steps. Raises ``ConfigError``, on all trainers, if the checkpoint does
-    not fit any of them; nothing has changed then.
+    Every trainer calls it, between two steps. Raises ``ConfigError``, on all trainers, if the checkpoint does not fit
+    one of them; nothing has changed then. Only a plan that would differ is found later, when models before it have
+    been restored.
     """
     number = _met(engines, meeting, path)
     found: list[Restored] = []

@@ -68,8 +68,8 @@ class OutsideChanges:
         """Make changed parameters the base of the round; ``agree`` raises unless all trainers give the same lines.
 
         ``agreed``: whether trainers hold the same parameters, apart from the change. Within a round of plain
-        averaging, a change is the trainer's own, as its updates are; after the averaging, all trainers must turn out
-        to have made it. ``looks``: whether to read the sample even if the host has to wait for the device.
+        averaging, a change is the trainer's own, as its updates are, unless workers have several trainers; after the
+        averaging, all trainers must turn out to have made it. ``looks``: whether to read the sample even if the host has to wait for the device.
 
         Raises ``ConfigError`` for a new memory format, and for a fragment whose exchange is in flight.
         """
@@ -87,7 +87,7 @@ class OutsideChanges:
         if agreed:
             origin = executor.storage.snapshot()
             names = {name for name in (*touched, *names) if not self._is(name, origin[name])} | self._of_own
-        elif not executor.steps_outside:
+        elif not executor.steps_outside and executor.combination.worker_trainers == 1:
             self._of_own |= names
             names = set()
         if names:
