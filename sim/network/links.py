@@ -168,23 +168,23 @@ class Links:
     def points_among(self, kind: Collective, ranks: int) -> tuple[CollectivePoint, ...]:
         """Return the measured times of ``kind`` among ``ranks`` ranks.
 
-        For kinds other than all-reduce, they are empty if none were measured. For an all-reduce, raises
-        ``ConfigError`` if fewer than two sizes were measured.
+        A kind other than all-reduce that was not measured at all has none. Otherwise raises ``ConfigError`` if fewer
+        than two sizes were measured among ``ranks``.
         """
         found = next((one.points for one in reversed(self.declared) if (one.kind, one.trainers) == (kind, ranks)), ())
-        if kind != "all_reduce" or found:
-            return found
         known = {one.trainers: one.points for one in self.declared if one.kind == kind}
+        if found or (kind != "all_reduce" and not known):
+            return found
         if not known and self.measured is not None and self.measured.points:
             known = {self.measured.trainers: self.measured.points}
         found = known.get(ranks, ())
         if len({point.nbytes for point in found}) < 2:
             told = ", ".join(f"{len(points)} sizes among {trainers}" for trainers, points in known.items()) or "no size"
             raise ConfigError(
-                f"needs all-reduces measured among {ranks} trainers, of two sizes at least, and knows {told}",
+                f"needs {kind} measured among {ranks} trainers, of two sizes at least, and knows {told}",
                 "cluster.collective",
                 "'measured'",
-                "give cluster.measured, take the profile with as many trainers as meet in an all-reduce, or choose an algorithm: ring, ...",
+                "give cluster.measured, take the profile with as many trainers as meet in one, or choose an algorithm: ring, ...",
             )
         return found
 

@@ -164,3 +164,14 @@ def test_other_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "perf.log").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s){match}.*HINT|perf\.log.*{match}.*HINT"):
         experiment(tmp_path, "perf.log")
+
+
+def test_a_kind_that_was_measured_among_other_trainers_is_refused(tmp_path: Path) -> None:
+    """All-gathers measured among 8 say nothing of 4, and no ring takes their place; a kind that nobody measured is a ring."""
+    points = [{"nbytes": "1 MB", "took": "3 ms"}, {"nbytes": "2 MB", "took": "4 ms"}]
+    measured = [{"kind": kind, "trainers": 8, "points": points} for kind in ("all_reduce", "all_gather")]
+    own = Links.of(experiment(tmp_path, measured, collective="measured"))
+    assert own.points_among("all_gather", 8)
+    assert own.points_among("reduce_scatter", 4) == ()
+    with pytest.raises(ConfigError, match=r"needs all_gather measured among 4 trainers.*knows 2 sizes among 8"):
+        own.points_among("all_gather", 4)
