@@ -82,11 +82,12 @@ class Tune(Config):
 
     trials: int = 150
     """Number of simulated trials, including the default strategy. It applies only if all different strategies
-    cannot be simulated in ``search_seconds``."""
+    cannot be simulated in ``search_seconds``, or if ``storage`` is set."""
     search_seconds: float = 30.0
-    """Time for the search in seconds. If all different strategies can be simulated in this time, they are;
-    otherwise Optuna's TPE proposes trials. With a target, virtual trainers may take this long, too, and once
-    more for further seeds; with ``--simulate-only``, once for each of ``target_seeds``."""
+    """Seconds of one core for the search, however many cores simulate. If one core can simulate all different
+    strategies in them, all are simulated; otherwise Optuna's TPE proposes trials. With a target, virtual
+    trainers may take as many, too, and once more for further seeds; with ``--simulate-only``, once for each
+    of ``target_seeds``."""
     allow: tuple[Literal["wire16"], ...] = ()
     """Values that need permission. ``wire16``: gradients may be sent as FP16 or BF16 even without a
     target."""
@@ -145,8 +146,8 @@ class Tune(Config):
     """With ``--simulate-only``: stages of sharding to try, over all trainers and within a node."""
     storage: str | None = None
     """Where a search keeps its trials, so that commands on several machines share them: a journal's path on a
-    shared disk, or the URL of a database without its password, such as ``postgresql://host/studies``. Default:
-    a journal of its own in ``studies`` below ``--out``."""
+    shared disk, or the URL of a database without its password, such as ``postgresql://host/studies``. If set,
+    Optuna always proposes the trials. Default: a journal of its own in ``studies`` below ``--out``."""
     lr_scale: tuple[float, ...] = ()
     """Factors on the learning rate that may be tried with a target. If empty, and virtual trainers train the
     workload, factors from an eighth to eight are tried with the default and the best ``finalists`` ways of
@@ -178,7 +179,7 @@ class Tune(Config):
         example = 'for example storage = "postgresql://host/studies", with the password where the driver looks for it'
         if not re.match(r"(sqlite|postgresql|mysql)(\+\w+)?://", url):
             raise ConfigError("is no database of SQLite, PostgreSQL or MySQL", "storage", repr(url.partition("://")[0]), example)
-        if re.match(r"[^/]*//[^/]*:[^/]*@", url):
+        if re.match(r"[^/]*//[^:/]*:[^@]*@|.*[?&]\w*passw(or)?d=", url):
             raise ConfigError("names a password, which run folders would show", "storage", hint=example)
 
     def values(self, parameter: str) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
 """Search: simulated trials of strategies, the default first, Fleet's advice second.
 
-Every different strategy of the space is simulated if that takes at most ``tune.search_seconds``; otherwise
-Optuna's TPE proposes ``tune.trials`` of them. All trials share their straggler draws, so that they differ
-only by strategy. The first ``PROBED`` run in this process; the others may run at once (``sim.many.pool``).
+Every different strategy of the space is simulated if that takes one core at most ``tune.search_seconds``;
+otherwise, and with ``tune.storage``, Optuna's TPE proposes ``tune.trials`` of them. All trials share their
+straggler draws, so that they differ only by strategy. The first ``PROBED`` run in this process; the others
+may run at once (``sim.many.pool``).
 """
 
 import dataclasses
@@ -145,11 +146,13 @@ def search(
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
     fewer = with_different_sizes(space, same)
-    found = _enumerated(experiment, fewer, arms, same, step_s, tell, on)
+    is_shared = experiment.tune.storage is not None
+    found = None if is_shared else _enumerated(experiment, fewer, arms, same, step_s, tell, on)
     why = "they exclude each other's values, or are one of the others to the simulator"
     if found is None:
         found = _proposed(experiment, fewer, arms, same, step_s, tell, out)
-        why = "Optuna proposed the others (tune.trials), because all are too many, or take more than tune.search_seconds"
+        because = "tune.storage is set" if is_shared else "all are too many, or take more than tune.search_seconds"
+        why = f"Optuna proposed the others (tune.trials), because {because}"
     tell(len(found.tried), len(found.tried))
     number = space.size - sum(one.arm is None or space.point_of(one.strategy) is not None for one in found.different)
     left = left_out(f"{number:,} of {space.size:,} combinations", "are not simulated", why)

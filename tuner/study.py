@@ -43,8 +43,7 @@ def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
     name, shared = f"{experiment.name}-{experiment.digest()}", experiment.tune.storage
     with _quiet():
         if shared is not None and "://" in shared:
-            storage: BaseStorage = _database(shared)
-            study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
+            study = _in_database(shared, name)
         else:
             path = Path(shared or out / "studies" / f"{name}.journal")
             with reading(path, _ANEW, RuntimeError, AssertionError):  # Optuna's errors, for another version or a damaged journal
@@ -52,25 +51,26 @@ def open_study(experiment: Experiment, out: Path) -> Iterator[optuna.Study]:
                 if shared is None and path.exists() and not f"\n{path.read_text(encoding='utf-8')}".endswith("\n"):
                     raise ValueError("its last line is not whole")
                 # adding a trial to a journal is six times as fast as to SQLite; its lock is a link to it
-                storage = JournalStorage(JournalFileBackend(str(path.resolve())))
+                storage: BaseStorage = JournalStorage(JournalFileBackend(str(path.resolve())))
                 study = optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
                 for trial in trials(study, TrialState.RUNNING) if shared is None else ():
                     study.tell(trial.number, state=TrialState.FAIL)
         yield study
 
 
-def _database(url: str) -> BaseStorage:
-    """Return Optuna's storage in a database, in which a trial of a lost machine fails after two minutes."""
+def _in_database(url: str, name: str) -> optuna.Study:
+    """Return a study in a database, in which a trial of a lost machine fails after two minutes."""
     from sqlalchemy.exc import SQLAlchemyError
 
     for is_last in (False, True):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats are marked experimental
-                return RDBStorage(url, heartbeat_interval=_HEARTBEAT_S)
-        except (ImportError, SQLAlchemyError, StorageInternalError) as error:
+                storage = RDBStorage(url, heartbeat_interval=_HEARTBEAT_S)
+            return optuna.create_study(storage=storage, study_name=name, direction="minimize", load_if_exists=True)
+        except (ImportError, SQLAlchemyError, StorageInternalError, RuntimeError) as error:  # the last: another version's tables
             if is_last:
-                said, hint = str(error).partition("\n")[0], "see the URL, the server and the driver's package"
+                said, hint = str(error).partition("\n")[0], "see the URL, the server, the driver's package and Optuna's version"
                 raise ConfigError(f"cannot be opened: {said}", "tune.storage", url, hint) from error
             time.sleep(1.0)  # another process may be making the same tables
     raise AssertionError

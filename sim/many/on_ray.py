@@ -53,13 +53,14 @@ def connected() -> Iterator[None]:
             }
         try:
             handler = signal.getsignal(signal.SIGTERM)
-            ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
+            try:
+                ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
+            except ConnectionError as error:
+                hint = "start one: ray start --head; without RAY_ADDRESS one is started here"
+                raise EnvironmentLacks(f"no cluster of Ray answers: {error}", "RAY_ADDRESS", address, hint) from None
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)  # Ray's own ends this process
             yield
-        except ConnectionError as error:
-            hint = "start one: ray start --head; without RAY_ADDRESS one is started here"
-            raise EnvironmentLacks(f"no cluster of Ray answers: {error}", "RAY_ADDRESS", address, hint) from None
         finally:
             ray.shutdown()
 

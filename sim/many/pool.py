@@ -84,13 +84,14 @@ def run_all(
         progress: called with the numbers of finished and of all items.
 
     Raises:
-        EnvironmentLacks: a process was killed, or there is no Ray. Otherwise what ``function`` raises.
+        EnvironmentLacks: a process was killed, or there is no Ray. Otherwise what ``function`` raises, and of
+            our own errors that of the first failing item, as in a loop.
     """
     if not items:
         return []
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number, tell = min(usable if processes is None else processes, len(items)), progress or (lambda *_: None)
-    run: Callable[[Callable[[Item], Result], Sequence[Call[Item]]], Generator[list[Result]]]
+    run: Callable[[Callable[[Item], Result], Sequence[Call[Item]]], Generator[Part[Result]]]
     with started(on):
         if on == "ray":
             number = on_ray.num_cpus()
@@ -102,12 +103,18 @@ def run_all(
         # every so manieth item, because neighbours in a sweep take about as long as each other
         parts = [range(first, len(items), count) for count in [min(len(items), _PARTS * number)] for first in range(count)]
         calls = [([items[index] for index in part], [labels[index] for index in part if labels]) for part in parts]
-        found, done = dict[int, Result](), 0
-        results: Generator[list[Result]] = run(function, calls)
+        found, failed, done = dict[int, Result](), dict[int, FleetbenchError](), 0
+        results: Generator[Part[Result]] = run(function, calls)
         with closing(results):
-            for part, own in zip(parts, results, strict=True):
-                found |= zip(part, own, strict=True)
+            for part, (own, error) in zip(parts, results, strict=True):
+                found |= zip(part, own, strict=False)
+                if error is not None:
+                    failed[part[len(own)]] = error
+                if failed and min(failed) <= part[0]:  # later parts begin behind it
+                    break
                 tell(done := done + len(part), len(items))
+    if failed:
+        raise failed[min(failed)]
     return [found[index] for index in range(len(items))]
 
 
@@ -122,24 +129,28 @@ def started(on: Where) -> AbstractContextManager[None]:
 
 
 Call = tuple[list[Item], list[str]]  # the items of one part, and their labels, if they have any
+Part = tuple[list[Result], FleetbenchError | None]  # the results of one part, up to its first error
 
 
-def _called(function: Callable[[Item], Result], call: Call[Item]) -> list[Result]:
+def _called(function: Callable[[Item], Result], call: Call[Item]) -> Part[Result]:
     """Call the function with the items of one part."""
-    found = []
-    for item, label in zip(call[0], call[1] or repeat(""), strict=False):
-        with naming(label):
-            found.append(function(item))
-    return found
+    found = list[Result]()
+    try:
+        for item, label in zip(call[0], call[1] or repeat(""), strict=False):
+            with naming(label):
+                found.append(function(item))
+    except FleetbenchError as error:
+        return found, error
+    return found, None
 
 
-def _here(function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[list[Result]]:
+def _here(function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[Part[Result]]:
     """Call in this process."""
     for call in calls:
         yield _called(function, call)
 
 
-def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[list[Result]]:
+def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[Part[Result]]:
     """Call in ``number`` processes.
 
     All processes are killed at the end, also after Ctrl-C, because they hold nothing worth keeping.
@@ -151,7 +162,7 @@ def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[C
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the forks use no thread
             futures = [pool.submit(_called, function, call) for call in calls]
         for future in futures:
-            yield future.result()  # raises the first failure
+            yield future.result()
     except BrokenProcessPool:
         hint = "it may have run out of memory: fewer trainers or steps need less"
         raise EnvironmentLacks("a process that simulates was killed", "this machine", hint=hint) from None

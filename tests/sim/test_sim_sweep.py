@@ -156,6 +156,21 @@ def test_calls_anywhere_are_a_loop(path: Path) -> None:
     assert [(case.name, case.gain) for case in cases[0]] == [(case.name, case.gain) for case in cases[1]]
 
 
+def _below_1000(number: int) -> int:
+    if number >= 1_000:
+        raise ConfigError("is too large")
+    return number
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("failing", [(70, 129, 200), (0, 1), (332, 64)])
+def test_the_error_is_that_of_the_first_failing_item(processes: int, failing: tuple[int, ...]) -> None:
+    """As in a loop, whatever the parts: 70 and 129 are in the sixth and the first of 64, and elsewhere among 96."""
+    items, labels = [1_000 if place in failing else place for place in range(333)], [f"item {place}" for place in range(333)]
+    with pytest.raises(ConfigError, match=rf"^item {min(failing)}: is too large$"):
+        run_all(_below_1000, items, labels=labels, processes=processes)
+
+
 def test_without_ray_there_is_a_command_to_install_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a place that is none is refused."""
     monkeypatch.setitem(sys.modules, "ray", None)

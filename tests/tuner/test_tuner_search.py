@@ -1,5 +1,7 @@
+import contextlib
 import dataclasses
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -103,6 +105,16 @@ def test_a_study_is_shared_by_its_storage(storage: str, tmp_path: Path) -> None:
     assert not (tmp_path / "one").exists()
 
 
+def test_a_storage_is_used_however_small_the_space(tmp_path: Path) -> None:
+    """All strategies could be simulated in no time: with ``tune.storage``, Optuna proposes, and the study has all trials."""
+    at = tmp_path / "s.journal"
+    found = searched(layers_experiment(trials=100, storage=str(at)), tmp_path, FakeSimulate(formula))
+    (study,) = optuna.get_all_study_summaries(JournalStorage(JournalFileBackend(str(at))))
+    assert study.n_trials == len(found.tried) == 100
+    assert len(found.different) < 100
+    assert any("because tune.storage is set" in str(note) for note in found.notes)
+
+
 def _shared(out: Path, storage: str) -> Search:
     experiment = target_experiment(trials=24, search_seconds=0, storage=storage, local_steps=tuple(range(1, 17)))
     return search(experiment, search_space(experiment), ADVICE, out=out, step_s=slow)
@@ -122,12 +134,26 @@ def test_searches_at_once_share_a_study(storage: str, tmp_path: Path) -> None:
     assert len(values) == len(dict(values))
 
 
-@pytest.mark.parametrize("url", ["postgresql://me:secret@host/studies", "evil://host/studies"])
+URLS = ["postgresql://me:se/cret@host/s", "postgresql://host/s?user=me&password=secret", "mysql://host/s?passwd=secret", "evil://host/s"]
+
+
+@pytest.mark.parametrize("url", URLS)
 def test_a_url_that_shows_a_password_or_is_no_database_is_refused(url: str) -> None:
     """With what to write."""
     with pytest.raises(ConfigError, match=r"tune\.storage(.|\n)*HINT") as caught:
         target_experiment(storage=url)
-    assert "secret" not in str(caught.value)
+    assert "cret" not in str(caught.value)
+
+
+def test_a_database_of_another_version_of_optuna_is_an_error(tmp_path: Path) -> None:
+    """Its tables are not touched."""
+    experiment = target_experiment(trials=2, search_seconds=0, storage=f"sqlite:///{tmp_path}/s.db")
+    searched(experiment, tmp_path, FakeSimulate(formula))
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as tables, tables:
+        tables.execute("UPDATE version_info SET schema_version = 1")
+        tables.execute("UPDATE alembic_version SET version_num = 'v0.9.0.a'")
+    with pytest.raises(ConfigError, match=r"tune\.storage: cannot be opened(.|\n)*HINT"):
+        searched(experiment, tmp_path, FakeSimulate(formula))
 
 
 def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:

@@ -440,6 +440,8 @@ def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> No
     assert _experiment().strategy in ranking.step_s
     assert ranking.num_trials == 2
     assert list(tmp_path.glob("studies/*.journal"))
+    more = ranked(_experiment(tune={"trials": 150, "search_seconds": 0, "sharding": []}), out=tmp_path)
+    assert more.num_trials == len(more.step_s) < 150  # Optuna repeats proposals; each strategy counts once
 
 
 def _embedding(**changes: Any) -> Experiment:

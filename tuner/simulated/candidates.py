@@ -124,7 +124,7 @@ def ranked(
     for strategy in shards:
         step_s[strategy] = measure(strategy)
         prices[strategy] = ways.weight(strategy) * step_s[strategy]
-    num_trials = len(found.tried) + len(ways.others) + len(shards)
+    num_trials = len(found.different) + len(ways.others) + len(shards)
     fitting = {own, *sharded.fitting(experiment, prices)}  # the own one is needed for comparison
     if large := len(prices) - len(fitting):
         some = f"{large} of {num_trials} strategies"
