@@ -345,7 +345,8 @@ class DistributedStrategy(Config):
     """Number of communicators. Bucket i uses communicator i mod ``nccl_comm_num``."""
     sync_nccl_allreduce: bool = _COMMUNICATORS(True, "sync_nccl_allreduce", (True, False), "waiting")
     """Allow only one bucket in flight over all communicators. If false, each communicator carries as many
-    buckets as its backend allows (``fleetbench.plan.groups``)."""
+    buckets as its backend allows (``fleetbench.plan.groups``). Averages between workers of several trainers
+    have a communicator of their own, beside that of gradients."""
     find_unused_parameters: bool = _CLOCK(False)
     """Handle parameters that a step's loss does not use, instead of refusing the step."""
     static_graph: bool = _CLOCK(False)
