@@ -69,7 +69,8 @@ class OutsideChanges:
 
         ``agreed``: whether trainers hold the same parameters, apart from the change. Within a round of plain
         averaging, a change is the trainer's own, as its updates are, unless workers have several trainers; after the
-        averaging, all trainers must turn out to have made it. ``looks``: whether to read the sample even if the host has to wait for the device.
+        averaging, all trainers must turn out to have made it. ``looks``: whether to read the sample even if the host
+        has to wait for the device.
 
         Raises ``ConfigError`` for a new memory format, and for a fragment whose exchange is in flight.
         """
