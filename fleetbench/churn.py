@@ -52,7 +52,7 @@ class Churn(Config):
     zone_mean_up: Nanoseconds | None = None
     """Mean time until a whole zone is preempted at once. It is back after ``mean_down``. Default: never."""
     duration: Nanoseconds | None = None
-    """Simulated time. Default: the time in which 250 nodes are preempted, at most about three years."""
+    """Simulated time. Default: 250 * ``mean_up`` / ``cluster.nodes``, at most about three years."""
     checkpoint_time: Nanoseconds
     """Time that training stands still for a checkpoint."""
     checkpoint_interval: Nanoseconds | None = None
@@ -72,6 +72,11 @@ class Churn(Config):
     rejoin: Literal["checkpoint", "restart"] = "checkpoint"
     """When synchronous training takes in a node that came back: at the next ``checkpoint``, after which the job
     restarts, or only at the next ``restart`` after a loss."""
+
+    @property
+    def join_ns(self) -> int:
+        """``join_time`` with its default."""
+        return self.restart_time if self.join_time is None else self.join_time
 
     def _validate(self) -> None:
         at_least(self, 10**9, "mean_up", "zone_mean_up", "duration", most=LONGEST)

@@ -307,6 +307,9 @@ class Cluster(Config):
             )
         self._refuse_sites()
         if self.churn is not None:
+            if self.sites:
+                hint = "drop it, or describe sites by cluster.churn.zones, with the link between them as cluster.inter"
+                raise ConfigError("is simulated without links between sites", "churn", f"{len(self.sites)} cluster.sites", hint)
             self.churn.check_nodes(self.nodes)
         for index, override in enumerate(self.node_overrides):
             _refuse_unknown(override.nodes, self.nodes, "node", f"node_overrides[{index}].nodes")

@@ -116,8 +116,8 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
     """Load the experiment with ``more`` overrides after those of the command line, and return notes about it.
 
-    ``more`` is a point of a sweep. If it has fewer nodes, settings of the missing nodes are dropped, with a
-    note.
+    ``more`` is a point of a sweep, which leaves ``cluster.churn`` out. If it has fewer nodes, settings of the missing
+    nodes are dropped, with a note.
     """
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
@@ -127,12 +127,16 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
         data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more], arguments.strategy)
-        nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed])["cluster"].get("nodes", 1) if more else 1
+        nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed]).get("cluster", {}).get("nodes", 1) if more else 1
         for override in more:
             with contextlib.suppress(TypeError, KeyError, AttributeError):  # of wrong data, which decoding refuses
                 _leave_out_nodes(data, override, nodes)
+        has_churn = False
+        if more and isinstance(cluster := data.get("cluster"), dict):  # before it is checked against the point's nodes
+            has_churn = cluster.pop("churn", None) is not None
         experiment = Experiment.from_dict(data)
-    left_out = UNDISTURBED if experiment.cluster.churn is not None and _is_undisturbed(vars(arguments)) else None
+    has_churn |= experiment.cluster.churn is not None
+    left_out = UNDISTURBED if has_churn and _is_undisturbed(vars(arguments)) else None
     notes = (described(data), left_out, *(str(entry.message) for entry in caught))
     return experiment, list(dict.fromkeys(note for note in notes if note is not None))
 

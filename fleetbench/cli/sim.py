@@ -89,18 +89,20 @@ def run(arguments: argparse.Namespace) -> int:
     from fleetbench.store import save_run
     from sim.run import simulate
 
+    found = None
+    if experiment.cluster.churn is not None:  # first: what it refuses then costs no training and no run
+        from sim.churn.goodput import goodputs
+
+        found = goodputs(experiment)
     learnt = None
     if (learn := _learn(arguments)) is not None:
         with progress.steps("train virtually") as advance:
             learnt = learn(experiment, advance)
     with progress.steps("simulate") as advance:
         result = simulate(experiment, progress=advance, engine=arguments.engine, table=arguments.table or None, learnt=learnt)
-    found = None
-    if experiment.cluster.churn is not None:
+    if found is not None:
         from fleetbench.config import encode
-        from sim.churn.goodput import goodputs
 
-        found = goodputs(experiment)
         result = dataclasses.replace(result, summary=dataclasses.replace(result.summary, churn=encode(found)))
     result = save_run(result, arguments.out)
     if arguments.json:

@@ -207,7 +207,7 @@ def _choices(found: UnderChurn) -> Table:
     has_price = found.choices[0].price is not None
     table = goodput_table(title, "policy", "K", *more, has_price=has_price)
     for one in found.rows:
-        name = f"{one.goodput.policy}{f', {one.rule}' if one.rule else ''}"
+        name = f"{one.goodput.policy}{f', {one.origin}' if one.origin else ''}"
         first = (name, str(one.strategy.local_steps), *[f"{one.samples_to_target:.2f}x"][: len(more)])
         table.add_row(*first, *goodput_cells(one.goodput, one.rate, one.price, has_price=has_price))
     return table

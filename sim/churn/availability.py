@@ -19,7 +19,7 @@ from sim.limits import at_most
 MOST_CHANGES = 5_000_000
 """Largest number of times at which nodes leave or come, in one simulation."""
 _LOSSES = 250
-"""Number of preempted nodes by which the default duration is chosen."""
+"""Number of preempted nodes by which the default duration is chosen, if replacements come at once."""
 _UP, _DOWN = 2, 3
 """Purposes of draws; stragglers have 0 and 1."""
 
@@ -40,12 +40,26 @@ class Availability:
     changes: tuple[Change, ...]
     end_ns: int
 
-    def losses(self, *, of_all: bool) -> int:
-        """Return the number of times at which nodes leave; ``of_all``: which none of the nodes before survives."""
-        there, found = set[int](), 0
+    def failures(self, *, of_all: bool, join_ns: int, least_nodes: int) -> int:
+        """Return the number of losses that end a job: of any node that trains or, with ``of_all``, of the last one.
+
+        A job starts with all nodes that are there, once these are ``least_nodes``. A node that comes later trains
+        after ``join_ns``.
+        """
+        there, members, found = dict[int, int](), set[int](), 0
         for change in self.changes:
-            found += bool(change.lost) and (not of_all or there <= set(change.lost))
-            there = there.difference(change.lost).union(change.came)
+            if members:
+                members.update(node for node, came in there.items() if came + join_ns <= change.at_ns)
+            lost = members.intersection(change.lost)
+            members -= lost
+            if lost and not (of_all and members):
+                found += 1
+                members.clear()
+            for node in change.lost:
+                del there[node]
+            there.update(dict.fromkeys(change.came, change.at_ns))
+            if not members and len(there) >= least_nodes:
+                members.update(there)
         return found
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleetbench import units
+from fleetbench.churn import LONGEST, Churn
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, HierarchySwitchedOff
@@ -150,12 +151,14 @@ def availabilities(experiment: Experiment) -> list[Availability]:
     return [availability(churn, experiment.cluster.nodes, seed) for seed in range(first, first + (1 if churn.trace else SEEDS))]
 
 
-def failures(available: Sequence[Availability], kind: Kind) -> tuple[int, float]:
+def failures(churn: Churn, available: Sequence[Availability], kind: Kind, rejoin: str) -> tuple[int, float]:
     """Return the number of failures that the policy does not survive, and the mean time between them in ns.
 
     Without a failure, the mean time is the simulated time: what was not seen may happen once.
     """
-    number = sum(one.losses(of_all=kind == "elastic") for one in available)
+    is_elastic = kind == "elastic"
+    join_ns = churn.join_ns if is_elastic else 0 if rejoin == "checkpoint" else LONGEST
+    number = sum(one.failures(of_all=is_elastic, join_ns=join_ns, least_nodes=churn.least_nodes) for one in available)
     return number, sum(one.end_ns for one in available) / max(1, number)
 
 
@@ -206,7 +209,7 @@ def goodputs(experiment: Experiment) -> list[Goodput]:
     assert churn is not None
     found = []
     for kind in KINDS if survives_loss(experiment) else KINDS[:1]:
-        by_daly = daly(churn.checkpoint_time, failures(available, kind)[1])
+        by_daly = daly(churn.checkpoint_time, failures(churn, available, kind, churn.rejoin)[1])
         interval_ns = by_daly if churn.checkpoint_interval is None else int(churn.checkpoint_interval)
         found.append(goodput(times, available, Policy(kind=kind, interval_ns=interval_ns, rejoin=churn.rejoin)))
     return found

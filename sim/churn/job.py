@@ -89,11 +89,7 @@ class Job:
     def _next_ready(self) -> int:
         """Time at which the next new node can join."""
         came = (at for node, at in self.there.items() if node not in self.members)
-        return min(came, default=self.available.end_ns) + self._join_ns
-
-    @property
-    def _join_ns(self) -> int:
-        return self.churn.restart_time if self.churn.join_time is None else self.churn.join_time
+        return min(came, default=self.available.end_ns) + self.churn.join_ns
 
     def _change(self) -> set[int]:
         """Apply the next change, and return the members that it takes."""
@@ -160,7 +156,7 @@ class Job:
         """Take in the nodes that are ready, and return whether there are any."""
         if len(self.there) == len(self.members):
             return False
-        ready = {node for node, came in self.there.items() if came + self._join_ns <= self.clock} - self.members
+        ready = {node for node, came in self.there.items() if came + self.churn.join_ns <= self.clock} - self.members
         self.members |= ready
         return bool(ready)
 

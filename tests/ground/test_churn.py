@@ -89,3 +89,12 @@ def test_what_makes_no_sense_is_refused(churn: dict[str, Any], place: str) -> No
         _read(churn)
     assert caught.value.where is not None
     assert caught.value.where.startswith(place)
+
+
+def test_sites_beside_churn_are_refused() -> None:
+    """A node that leaves would have to leave its site; zones stand for sites."""
+    up = {"bandwidth": "1 Gbit/s", "latency": "1 ms"}
+    cluster = {"nodes": 4, "sites": [{"nodes": 2, "count": 2, "up": up}], "churn": {**COSTS, "mean_up": "6 h"}}
+    with pytest.raises(ConfigError, match=r"(?s)links between sites.*HINT.*zones") as caught:
+        Experiment.from_dict({"cluster": cluster})
+    assert caught.value.where == "cluster.churn"

@@ -15,7 +15,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import step_s_of
 from sim.churn.availability import Availability, Change, availability
-from sim.churn.goodput import KINDS, RoundTimes, availabilities, goodput, goodputs, with_nodes
+from sim.churn.goodput import KINDS, RoundTimes, availabilities, failures, goodput, goodputs, with_nodes
 from sim.churn.intervals import daly, young
 from sim.churn.job import Job, Policy
 from sim.run import simulate
@@ -44,6 +44,12 @@ def _ran(experiment: Experiment, kind: Any, interval_s: float, **policy: Any) ->
     job = Job(churn, one, RoundTimes(experiment), Policy(kind=kind, interval_ns=round(interval_s * S), **policy))
     job.run()
     return job.useful_rounds, {cause: ns / S for cause, ns in job.spent_ns.items() if ns}
+
+
+def _failures(experiment: Experiment, kind: Any, rejoin: str = "checkpoint") -> tuple[int, float]:
+    churn = experiment.cluster.churn
+    assert churn is not None
+    return failures(churn, availabilities(experiment), kind, rejoin)
 
 
 BY_HAND = _trace((0, 3), (10.5, 2), (20, 3), (30.25, 1), (50, 1))
@@ -124,9 +130,32 @@ def test_a_trace_by_zone() -> None:
         (9, (), (5,)),
         (12, (), ()),
     ]
-    assert (found.losses(of_all=False), found.losses(of_all=True)) == (2, 1)
+    assert [_failures(experiment, kind)[0] for kind in KINDS] == [2, 1]
     # 5 rounds of 4, a round of 2, two of 3; all lost without a checkpoint; a restart to 12
     assert _ran(experiment, "elastic", 100) == (0, {"lost_steps": 20 + 2 + 6.0, "joining": 1.0, "restarts": 3.0})
+
+
+def test_a_node_that_does_not_train_yet_is_no_survivor() -> None:
+    """Both nodes are replaced at once, at 5 and 7.5 s: the first replacement survives the second loss once it has joined."""
+    counts = [(0, "a", 1), (0, "b", 1), (5, "a", 0), (5, "c", 1), (7.5, "b", 0), (7.5, "d", 1), (30, "d", 1)]
+    trace = [{"at": f"{at} s", "zone": zone, "nodes": nodes} for at, zone, nodes in counts]
+    late, soon = (_experiment({"trace": trace, "join_time": time}, nodes=2) for time in ("10 s", "500 ms"))
+    assert _failures(late, "elastic") == (1, 30 * S)
+    assert _failures(soon, "elastic") == (0, 30 * S)
+    assert [_ran(one, "elastic", 100)[1].get("restarts", 0) for one in (late, soon)] == [2 * 3.0, 0]
+    assert _failures(late, "synchronous") == _failures(late, "synchronous", "restart") == (2, 15 * S)
+
+
+def test_the_loss_of_a_node_that_waits_for_a_restart_ends_nothing() -> None:
+    """One of two nodes leaves at 5 s; another comes at 19 and leaves at 25 s. With fewer than ``least_nodes`` none trains."""
+    counts = [(0, "a", 1), (0, "b", 1), (5, "a", 0), (19, "c", 1), (25, "c", 0), (40, "b", 1)]
+    trace = [{"at": f"{at} s", "zone": zone, "nodes": nodes} for at, zone, nodes in counts]
+    experiment = _experiment({"trace": trace}, nodes=2)
+    assert _failures(experiment, "synchronous") == (2, 20 * S)
+    assert _failures(experiment, "synchronous", "restart") == (1, 40 * S)
+    restarts = [_ran(experiment, "synchronous", 4, rejoin=rejoin)[1]["restarts"] for rejoin in ("checkpoint", "restart")]
+    assert restarts == [3 + 2 * 3 + 3, 3]  # from 5 to 8; with both nodes from 20, the end of a checkpoint; from 25 to 28
+    assert _failures(_experiment({"trace": trace, "least_nodes": 2}, nodes=2), "synchronous", "restart") == (2, 20 * S)
 
 
 def test_without_churn_goodput_is_the_plain_simulations_rate() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.churn.intervals import daly, young
+from tuner.budget import seeds_of
 from tuner.learning import Arrival
 from tuner.simulated.answer import tune_simulated
 from tuner.simulated.churn import UnderChurn, by_local_steps, under_churn
@@ -71,7 +75,12 @@ def test_the_rivals_intervals_are_those_of_the_losses_that_were_drawn() -> None:
     assert intervals["synchronous"]["Daly"] == daly(30 * S, 1500 * S) / S
     assert intervals["elastic"]["Daly"] == daly(30 * S, 6000 * S) / S
     assert intervals["elastic"]["declared"] == 77
-    assert max(one.goodput.interval_s for one in found.choices if one.goodput.policy == "elastic") == young(30 * S, 6000 * S) / S
+    assert max(one.goodput.interval_s for one in found.choices if one.goodput.policy == "elastic") == daly(30 * S, 6000 * S) / S
+    assert "Young" not in intervals["elastic"]
+    assert {one.origin for one in found.choices if one.goodput.policy == "elastic"} == {"no loss of all nodes seen", "declared", ""}
+    assert "(no loss of all nodes seen)" in found.line or "declared" in found.line
+    longer = _chosen(_experiment({"trace": trace, "checkpoint_interval": "1 h"}))
+    assert "declared" not in {one.rule for one in longer.choices if one.goodput.policy == "elastic"}
     assert all(one.goodput.interval == (one.goodput.samples_per_s,) * 2 for one in found.choices)
 
 
@@ -99,6 +108,43 @@ def test_strategies_that_exclude_local_steps_keep_their_own_k() -> None:
         under_churn(experiment, {1: DistributedStrategy(adaptive_localsgd=True)}, lambda _: None)
 
 
+def _line(best: tuple[float, ...], rival: tuple[float, ...]) -> str:
+    """The line about elastic training that wins over synchronous training, with these samples per second by seed."""
+    experiment = _experiment({"mean_up": "2 h", "mean_down": "5 min", "duration": "50 h"})
+    found = _chosen(experiment)
+    pair = [(found.choices[0], best), (found.rivals["Daly"], rival)]
+    choices = [replace(one, goodput=replace(one.goodput, by_seed=by_seed)) for one, by_seed in pair]
+    return UnderChurn(choices=tuple(choices), is_to_target=False, told=()).line
+
+
+def test_the_gain_is_within_its_interval() -> None:
+    """Ratios of 100, 1 and 1 have the geometric mean 4.64."""
+    assert ": 4.64x [" in _line((100.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+
+
+def test_a_seed_without_progress_is_told_as_such() -> None:
+    """Of the choice that makes none, with the number of seeds."""
+    told = _line((2.0, 2.0, 2.0), (1.0, 0.0, 1.0))
+    assert re.search(r"; synchronous training, K = .* makes no progress in 1 of 3 seeds$", told)
+    assert re.search(r"; elastic training, K = 4.* makes no progress in 2 of 3 seeds$", _line((2.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+    assert _line((2.0,), (0.0,)).endswith(" makes no progress")
+
+
+def test_what_elastic_workers_exclude_is_compared_under_synchronous_training_alone() -> None:
+    """Averaged buffers, with a note. Elastic steps of the file stay with the elastic policy."""
+    experiment = _experiment({"mean_up": "20 h", "duration": "100 h"})
+    parts = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4, "buffers": "average"})
+    own = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 8, "elastic": True, "elastic_lr": "sqrt"})
+    found = under_churn(experiment, {4: parts, 8: own}, lambda _: None)
+    assert {(one.goodput.policy, one.strategy.local_steps, one.strategy.is_elastic) for one in found.choices} == {
+        ("synchronous", 4, False),
+        ("synchronous", 8, False),
+        ("elastic", 8, True),
+    }
+    (note,) = (told for told in found.told if "is not compared" in told)
+    assert note.startswith("elastic training with K = 4 is not compared under cluster.churn: ")
+
+
 def test_an_answer_has_the_choice_beside_that_of_an_undisturbed_cluster(tmp_path: Path) -> None:
     """The undisturbed recommendation stays; the choice under churn is in the JSON, with a strategy file of its own."""
     found, folder = tune_simulated(_experiment({"mean_up": "2 h", "duration": "20 h"}, fusion=[], nccl_comm_num=[1]), out=tmp_path)
@@ -108,12 +154,11 @@ def test_an_answer_has_the_choice_beside_that_of_an_undisturbed_cluster(tmp_path
     assert found.plain()["churn"]["choices"][0]["goodput"]["policy"] == "elastic"
 
 
-@pytest.mark.parametrize(("more", "k"), [(1.5, 4), (20.0, 1)])
-def test_virtual_trainers_say_what_local_steps_cost(tmp_path: Path, more: float, k: int) -> None:
-    """K = 4 needs 1.5 times the steps of K = 1, and wins; at 20 times it loses, and its rate is a twentieth of its goodput."""
+def _with_target() -> Experiment:
+    """Two nodes of which K = 4 has far shorter steps, and a target loss."""
     churn = {"mean_up": "2 h", "duration": "10 h", "checkpoint_time": "30 s", "restart_time": "2 min"}
     link = {"bandwidth": "10 Gbit/s", "latency": "100 ms", "payload": True}
-    experiment = Experiment.from_dict(
+    return Experiment.from_dict(
         {
             "workload": {"model": "digits_mlp", "steps": 20_000, "target_loss": 0.5, "eval_every": 100},
             "cluster": {"nodes": 2, "gpu": "A100", "inter": link, "churn": churn},
@@ -129,13 +174,34 @@ def test_virtual_trainers_say_what_local_steps_cost(tmp_path: Path, more: float,
         }
     )
 
+
+@pytest.mark.parametrize(("more", "k"), [(1.5, 4), (20.0, 1)])
+def test_virtual_trainers_say_what_local_steps_cost(tmp_path: Path, more: float, k: int) -> None:
+    """K = 4 needs 1.5 times the steps of K = 1, and wins; at 20 times it loses, and its rate is a twentieth of its goodput."""
+
     def learn(one: Experiment, _: float) -> Arrival:
         return Arrival(100.0 * (more if one.strategy.local_steps == 4 else 1.0), float(one.strategy.local_steps))
 
-    found, _ = tune_simulated(experiment, out=tmp_path, learn=learn)
+    found, _ = tune_simulated(_with_target(), out=tmp_path, learn=learn)
     assert found.churn is not None
     assert found.churn.is_to_target
     assert found.churn.choices[0].strategy.local_steps == k
     known = {one.strategy.local_steps: one.samples_to_target for one in found.churn.choices}
     assert known == pytest.approx({1: 1.0, 4: more})
     assert any("global batch is smaller" in note for note in found.churn.told)
+
+
+def test_a_k_that_misses_the_target_with_other_seeds_is_not_compared(tmp_path: Path) -> None:
+    """K = 4 arrives with the search's seed alone, or with one of the two others with which K = 1 arrives always."""
+    experiment = _with_target()
+    others = seeds_of(experiment)
+    for lucky in ((), others[:1]):
+
+        def learn(one: Experiment, _: float, lucky: Sequence[int] = lucky) -> Arrival | None:
+            missed = one.strategy.local_steps == 4 and one.run.seed in others and one.run.seed not in lucky
+            return None if missed else Arrival(100.0, float(one.strategy.local_steps))
+
+        found, _ = tune_simulated(experiment, out=tmp_path, learn=learn)
+        assert found.churn is not None
+        assert {one.strategy.local_steps for one in found.churn.choices} == {1}
+        assert any(told.startswith("K = 4 is not compared") for told in found.churn.told)

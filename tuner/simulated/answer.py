@@ -332,9 +332,11 @@ class _Answering:
             return None
 
         def samples_to_target(strategy: DistributedStrategy) -> float | None:
-            """Return the multiple of the own strategy's, from several seeds or else from the one of the ranking."""
-            known = [ways for ways in (self.ways, ranking.ways) if any(ways.updates.get(way_of(strategy), ()))]
-            return known[0].weight(strategy) / known[0].default_steps if known else None
+            """Return the multiple of the own strategy's, from several seeds or, if it ran with one, from the ranking's."""
+            way = way_of(strategy)
+            ways = self.ways if way in self.ways.updates else ranking.ways
+            arrives = any(ways.updates.get(way, ())) and ways.arrives(strategy)
+            return ways.weight(strategy) / ways.default_steps if arrives else None
 
         strategies = by_local_steps(self.experiment, [chosen, *ranking.step_s], others=not self.ways.updates)
         return under_churn(self.experiment, strategies, samples_to_target)

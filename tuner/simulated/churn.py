@@ -5,16 +5,16 @@ and Daly's. All see the same nodes come and go, so that they also pay for the sa
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fleetbench.churn import Churn
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
-from sim.churn.goodput import CONFIDENCE, Goodput, RoundTimes, availabilities, failures, goodput, survives_loss
+from sim.churn.availability import Availability
+from sim.churn.goodput import CONFIDENCE, KINDS, Goodput, RoundTimes, availabilities, failures, goodput
 from sim.churn.intervals import daly, young
 from sim.churn.job import Kind, Policy
 from sim.many.seeds import Interval
@@ -40,6 +40,8 @@ class Choice(Config):
     strategy: DistributedStrategy
     rule: str
     """Origin of the interval: ``Young``, ``Daly``, ``declared``, or empty."""
+    failures: int
+    """Number of failures that the policy does not survive, over all seeds."""
     samples_to_target: float
     """Samples to the target, as a multiple of those of the experiment's own strategy; 1 if unknown."""
     goodput: Goodput
@@ -55,11 +57,26 @@ class Choice(Config):
         return None if self.goodput.price is None else self.goodput.price * self.samples_to_target
 
     @property
+    def origin(self) -> str:
+        """``rule``, or in place of ``Daly`` that its mean time between failures was not seen."""
+        if self.failures or self.rule != "Daly":
+            return self.rule
+        return f"no loss{' of all nodes' if self.goodput.policy == 'elastic' else ''} seen"
+
+    @property
     def words(self) -> str:
         """Policy, K and interval."""
-        one, by = self.goodput, f" ({self.rule})" if self.rule else ""
+        one, by = self.goodput, f" ({self.origin})" if self.origin else ""
         taken_in = ", nodes taken in at restarts only" if one.policy == "synchronous" and one.rejoin == "restart" else ""
         return f"{one.policy} training, K = {self.strategy.local_steps}, a checkpoint every {one.every}{by}{taken_in}"
+
+    @property
+    def stands_still(self) -> str | None:
+        """In how many seeds it makes no progress, in words; None if in none."""
+        seeds = self.goodput.by_seed
+        if 0 not in seeds:
+            return None
+        return f" in {seeds.count(0)} of {len(seeds)} seeds" if len(seeds) > 1 else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +107,13 @@ class UnderChurn(Config):
         best, answer = self.choices[0], f"SIMULATED, under cluster.churn: {self.choices[0].words}"
         if (rival := self.rivals.get("Daly")) is None or rival is best:
             return answer
-        ratios = [math.log(one / other) for one, other in zip(best.goodput.by_seed, rival.goodput.by_seed, strict=True) if one and other]
-        if len(ratios) < len(best.goodput.by_seed):
-            return f"{answer}; {rival.words} makes no progress"
-        found, of_samples = Interval.of(ratios, CONFIDENCE), rival.samples_to_target / best.samples_to_target
-        low, high = (math.exp(end) * of_samples for end in (found.low, found.high))
-        gain = f"{best.rate / rival.rate:.2f}x [{low:.2f}, {high:.2f}]"
-        return f"{answer}: {gain} the goodput of {rival.words}; the interval is of draws alone"
+        if idle := [f"{one.words} makes no progress{where}" for one in (best, rival) if (where := one.stands_still) is not None]:
+            return f"{answer}; {', and '.join(idle)}"
+        pairs = zip(best.goodput.by_seed, rival.goodput.by_seed, strict=True)
+        found = Interval.of([math.log(one / other) for one, other in pairs], CONFIDENCE)
+        of_samples = rival.samples_to_target / best.samples_to_target
+        gain, low, high = (math.exp(log) * of_samples for log in (found.mean, found.low, found.high))
+        return f"{answer}: {gain:.2f}x [{low:.2f}, {high:.2f}] the goodput of {rival.words}; the interval is of draws alone"
 
 
 def under_churn(experiment: Experiment, strategies: Mapping[int, DistributedStrategy], samples_to_target: SamplesToTarget) -> UnderChurn:
@@ -115,16 +132,13 @@ def under_churn(experiment: Experiment, strategies: Mapping[int, DistributedStra
     is_known = any(samples.values())
     for k, strategy in strategies.items():
         if is_known and samples[strategy] is None:
-            notes.append(left_out(f"K = {k}", "is not compared under cluster.churn", "its samples to the target are not known"))
+            notes.append(left_out(f"K = {k}", "is not compared under cluster.churn", "it is not known to reach the target"))
             continue
-        try:
-            for kind, own in _kinds(experiment.replace(strategy=strategy)):
-                times = RoundTimes(candidates.shortened(own))
-                for policy, rule in _policies(churn, kind, *failures(available, kind)):
-                    one = goodput(times, available, policy)
-                    found.append(Choice(strategy=own.strategy, rule=rule, samples_to_target=samples[strategy] or 1.0, goodput=one))
-        except ConfigError as error:
-            notes.append(left_out(f"K = {k}", "is not compared under cluster.churn", error))
+        for kind in KINDS if k > 1 else KINDS[:1]:  # elastic workers need local steps
+            try:
+                found += _choices(_under(kind, experiment, strategy), kind, available, samples[strategy] or 1.0)
+            except ConfigError as error:
+                notes.append(left_out(f"{kind} training with K = {k}", "is not compared under cluster.churn", error))
     if not found:
         raise ConfigError("no strategy can be simulated", "cluster.churn", "; ".join(map(str, notes)), "leave cluster.churn out")
     ranked = sorted(found, key=lambda one: -one.rate)
@@ -157,27 +171,36 @@ def by_local_steps(experiment: Experiment, best: Iterable[DistributedStrategy], 
     return found
 
 
-def _kinds(experiment: Experiment) -> Iterator[tuple[Kind, Experiment]]:
-    """Yield the policies that a strategy allows, with the experiment under each.
+def _under(kind: Kind, experiment: Experiment, strategy: DistributedStrategy) -> Experiment:
+    """Return the experiment with a strategy under a policy.
 
-    Elastic workers need local steps, and exchange all in one sum: settings that spread it are left out.
+    Elastic workers exchange all in one sum: settings that spread it are left out. Raises ``ConfigError`` for others
+    that they exclude.
     """
-    yield "synchronous", experiment
-    if experiment.strategy.local_steps > 1 and survives_loss(experiment):
-        strategy = experiment.strategy.without(*_SPREAD).replace(localsgd_configs={"elastic": True})
-        yield "elastic", experiment.replace(strategy=strategy)
+    if kind == "elastic":
+        strategy = strategy.without(*_SPREAD).replace(localsgd_configs={"elastic": True})
+    elif strategy.is_elastic:
+        strategy = strategy.replace(localsgd_configs={"elastic": False, "elastic_lr": "constant"})
+    return experiment.replace(strategy=strategy)
 
 
-def _policies(churn: Churn, kind: Kind, number: int, mean_ns: float) -> Iterator[tuple[Policy, str]]:
-    """Yield the policies that are tried, with the rule of each interval.
+def _choices(experiment: Experiment, kind: Kind, available: Sequence[Availability], samples_to_target: float) -> list[Choice]:
+    """Return the experiment's strategy at the intervals that are tried.
 
     If no failure was seen, no interval is longer than Daly's: the longest one would always be the best.
     """
-    best = daly(churn.checkpoint_time, mean_ns)
-    rules = {round(best * multiple): "" for multiple in MULTIPLES if number or multiple < 1}
-    rules |= {} if churn.checkpoint_interval is None else {int(churn.checkpoint_interval): "declared"}
-    rules |= {young(churn.checkpoint_time, mean_ns): "Young", best: "Daly"}
+    churn, times, found = experiment.cluster.churn, RoundTimes(candidates.shortened(experiment)), list[Choice]()
+    assert churn is not None
     rejoins: tuple[Literal["checkpoint", "restart"], ...] = ("checkpoint", "restart") if kind == "synchronous" else ("checkpoint",)
-    for interval_ns, rule in rules.items():
-        for rejoin in rejoins:
-            yield Policy(kind=kind, interval_ns=interval_ns, rejoin=rejoin), rule
+    for rejoin in rejoins:
+        number, mean_ns = failures(churn, available, kind, rejoin)
+        best = daly(churn.checkpoint_time, mean_ns)
+        rules = {round(best * multiple): "" for multiple in MULTIPLES}
+        rules |= {} if churn.checkpoint_interval is None else {int(churn.checkpoint_interval): "declared"}
+        rules |= {young(churn.checkpoint_time, mean_ns): "Young", best: "Daly"}
+        for interval_ns, rule in rules.items():
+            if number or interval_ns <= best:
+                one = goodput(times, available, Policy(kind=kind, interval_ns=interval_ns, rejoin=rejoin))
+                strategy, weight = experiment.strategy, samples_to_target
+                found.append(Choice(strategy=strategy, rule=rule, failures=number, samples_to_target=weight, goodput=one))
+    return found
