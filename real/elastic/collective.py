@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.elastic import Elastic
+from fleetbench.plan.elastic import Elastic, Progress, joined, joining
 from fleetbench.plan.steps import average_of
 from fleetbench.strategy import DistributedStrategy
 from real.collective import Collective, arrive
 from real.communication.communicators import strategy_digest
 from real.elastic.gathering import Gathering
-from real.elastic.workers import Progress, Workers
+from real.elastic.workers import Workers
 from real.engine.buckets import DeltaBucket
 from real.engine.fleet_engine import FleetEngine
 from real.models import MODEL
@@ -36,11 +36,9 @@ class ElasticEngine(FleetEngine):
         self.digest = int.from_bytes(sha256("\n".join(lines).encode()).digest()[:7])
         workers.engine = self
         workers.gather()
-        averaging = average_of(self.plan, self.executor.combination)
-        self.executor.start(tuple(one for one in averaging if one.kind != "reset"))  # there is no optimizer yet
+        self.executor.start(joining(average_of(self.plan, self.executor.combination)))
         if (told := workers.taken) is not None:
-            state = self._decider.state
-            self._decider.state = state._replace(step=told.step or None, updates=told.updates, last_sync=told.updates, epoch=told.epoch)
+            self._decider.state = joined(self._decider.state, told)
             self.step = told.step
         self.note_parameters()
 
@@ -61,7 +59,7 @@ class ElasticCollective(Collective):
     engine_kind = ElasticEngine
 
     def __init__(self, strategy: DistributedStrategy, timeout_s: float) -> None:
-        """Find the lighthouse. Raises ``ConfigError`` in a tuning, and in a process group of several."""
+        """Raises ``ConfigError`` in a tuning, in a process group of several, and without a lighthouse or a count of workers."""
         launched, rule = role_of(os.environ), Elastic.of(strategy)
         assert rule is not None
         if os.environ.get(TUNING):
@@ -71,6 +69,9 @@ class ElasticCollective(Collective):
         if dist.is_initialized() and dist.get_world_size() > 1:
             hint = "leave out torch.distributed.init_process_group"
             raise ConfigError("each worker is a world of its own, and the script has made a group of several", _FIELD, "true", hint)
+        if launched.launcher == "none":
+            hint = "start with fleetbench launch --restarts N, or set RANK=0 WORLD_SIZE=4, with each worker's own rank"
+            raise ConfigError("how many workers wait for each other at the start?", "RANK, WORLD_SIZE", hint=hint)
         gathering, numbers = Gathering(f"{launched.rank:05d}", timeout_s), {"rank": launched.rank, "nominal": launched.trainers}
         self.workers = Workers(gathering, rule, timeout_s=timeout_s, **numbers)
         super().__init__(strategy, timeout_s, backend="gloo")

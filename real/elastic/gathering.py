@@ -35,8 +35,9 @@ _ERRORS = (RuntimeError, TimeoutError)
 class Gathering:
     """This worker's part in the quorums of its job.
 
-    Life cycle: created -> for each round ``find``, ``connect``, collectives, ``complete`` -> ``close``. If one of them
-    fails, ``part`` comes before the next ``find``. They raise ``RuntimeError`` or ``OSError`` if a member is gone.
+    Life cycle: created -> ``begin`` -> for each round ``find``, ``connect``, collectives, ``complete`` -> ``close``. If
+    one of a round fails, ``part`` comes before the next ``find``. They raise ``RuntimeError`` or ``OSError`` if a member
+    is gone.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -50,27 +51,35 @@ class Gathering:
         if host is None:
             hint = f"start with fleetbench launch --restarts N, or set {LIGHTHOUSE}=http://HOST:PORT of a torchft_lighthouse"
             raise ConfigError("elastic workers find each other through torchft's lighthouse", LIGHTHOUSE, repr(address), hint)
-        coordination = torchft_part("coordination")
+        torchft_part("coordination")
         self._group: Any = torchft_part("process_group").ProcessGroupGloo(timeout=_CONNECT)
         self._timeout, self._silence = timedelta(seconds=timeout_s), timedelta(seconds=timeout_s / 4)
         self._configured, self._failures = -1, 0
-        self.name = f"{name}:{uuid.uuid4()}"
+        self.name = f"{name}:{os.environ.get(RESTARTS, '0')}:{uuid.uuid4()}"
         self.quorum: Any = None
         """torchft's last quorum; None before the first."""
-        port = urlsplit(address).port or 80
-        take_interface(host, port)
-        own = own_address(host, port)
+        self._lighthouse, self._host, self._port = address, host, urlsplit(address).port or 80
+        self._server: Any = None
+        take_interface(host, self._port)
+
+    def begin(self) -> None:
+        """Let heartbeats begin, from which on the others wait for this worker at the end of a round.
+
+        Raises ``EnvironmentLacks`` if the lighthouse does not answer.
+        """
+        coordination, own = torchft_part("coordination"), own_address(self._host, self._port)
         with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as listener:
             listener.bind((own, 0))
             listener.listen(128)
-            own, place = f"[{own}]" if ":" in own else own, listener.getsockname()[1]
+            place = listener.getsockname()[1]
             store: Any = dist.TCPStore  # type: ignore[attr-defined]  # missing from __all__ only
             self._store = store(own, place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        own = f"[{own}]" if ":" in own else own
         self._store_address = f"{own}:{place}"
         try:
             self._server = coordination.ManagerServer(
                 replica_id=self.name,
-                lighthouse_addr=address,
+                lighthouse_addr=self._lighthouse,
                 hostname=own,
                 bind=f"{own}:0",
                 store_addr=self._store_address,
@@ -81,7 +90,8 @@ class Gathering:
             )
             self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT)
         except _ERRORS as error:
-            raise EnvironmentLacks(f"does not answer: {error}", LIGHTHOUSE, address, "start torchft's lighthouse first") from None
+            hint = "start torchft's lighthouse first"
+            raise EnvironmentLacks(f"does not answer: {error}", LIGHTHOUSE, self._lighthouse, hint) from None
 
     def find(self, step: int) -> Any:
         """Wait for the others, and return the next quorum for a worker that has completed ``step`` exchanges.
@@ -109,6 +119,16 @@ class Gathering:
         """Names of the last quorum's members."""
         found = () if self.quorum is None else self.quorum.replica_ids
         return ", ".join(name.partition(":")[0].lstrip("0") or "0" for name in found) or "of the first quorum"
+
+    @property
+    def any_in_first_life(self) -> bool:
+        """Whether a member of the quorum was not started again after a death."""
+        return any(name.split(":")[1] == "0" for name in self.quorum.replica_ids)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exchange has failed since the last one that this worker has completed."""
+        return self._failures > 0
 
     @property
     def is_new(self) -> bool:
@@ -156,17 +176,19 @@ class Gathering:
     def close(self) -> None:
         """Leave: the lighthouse notices that heartbeats end."""
         self._group.abort(errored=False)
-        self._server.shutdown()
+        if self._server is not None:
+            self._server.shutdown()
 
 
 @contextmanager
 def lighthouse(host: str) -> Iterator[str]:
     """Run torchft's lighthouse on ``host``, an address of this machine; yield its URL.
 
-    A worker is dead after a second without a heartbeat. In a round that somebody has left, the others wait at most a
-    minute for one that lives and does not arrive. Raises ``EnvironmentLacks`` without torchft.
+    A worker is dead after a second without a heartbeat. For one that lives and does not arrive, the others wait ten
+    minutes from the first's arrival, and then continue if they are more than half of those that live. Usually
+    ``fleet.init(timeout_s=...)`` ends their wait before. Raises ``EnvironmentLacks`` without torchft.
     """
-    limits = {"join_timeout_ms": 60_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1_000}
+    limits = {"join_timeout_ms": 600_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1_000}
     server = torchft_part("coordination").LighthouseServer(bind=f"{host}:0", min_replicas=1, **limits)
     try:
         yield f"http://{host}:{urlsplit(server.address()).port}"

@@ -23,8 +23,8 @@ _FOR_GOOD = (0, ConfigError.exit_code, EnvironmentLacks.exit_code)
 def launch_elastic(nproc: int, script: Sequence[str], *, restarts: int, log_dir: Path, echo: Echo, say: Callable[[str], None]) -> None:
     """Run ``script`` (a Python file and its arguments) as ``nproc`` elastic workers, which find each other by torchft.
 
-    A worker that dies is named by ``say``, and started again, at most ``restarts`` times in all, until one has ended
-    well. The job ends when no worker is left. Raises ``WorkerFailed`` if none has ended well.
+    A worker that dies is named by ``say``, and started again while others are alive, at most ``restarts`` times in all,
+    until one has ended well. The job ends when no worker is left. Raises ``WorkerFailed`` if none has ended well.
     """
     command, names = [sys.executable, "-u", *script], [f"workerlog.{rank}" for rank in range(nproc)]
     started: list[Started] = []
@@ -41,15 +41,18 @@ def launch_elastic(nproc: int, script: Sequence[str], *, restarts: int, log_dir:
         def is_over() -> bool:
             nonlocal seen
             ended = sorted((worker for worker in started if worker.code is not None), key=lambda worker: worker.ended_s)
+            is_well = any(worker.code == 0 for worker in ended)
+            is_lost = len(ended) == len(started)  # and with the last worker, what the job has learnt
             for worker in ended[seen:]:
-                again = "is not started again"
-                if worker.code not in _FOR_GOOD and len(started) + len(due) < nproc + restarts:
+                may = not is_well and worker.code not in _FOR_GOOD and len(started) + len(due) < nproc + restarts
+                again = "is not started again" + (", as no other is left" if may else "")
+                if may and not is_lost:
                     due.append((time.monotonic() + _PAUSE_S, worker.rank))
                     again = f"is started again ({len(started) + len(due) - nproc} of {restarts})"
                 if worker.code:
                     say(f"note: {worker.name} {how_it_ended(worker.code)}, and {again}; its output: {worker.log}")
             seen = len(ended)
-            if any(worker.code == 0 for worker in ended):
+            if is_well or is_lost:
                 due.clear()
             while due and due[0][0] <= time.monotonic():
                 begin(due.pop(0)[1])

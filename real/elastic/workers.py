@@ -9,30 +9,23 @@ others take what it holds, in which their own distances are contained.
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from fleetbench.errors import ConfigError, WorkerFailed
-from fleetbench.plan.elastic import Elastic
-from real.elastic.gathering import RESTARTS, Gathering
+from fleetbench.plan.elastic import Elastic, Progress
+from real.elastic.gathering import Gathering
 from real.engine.buckets import DeltaBucket
 
 if TYPE_CHECKING:
     from real.elastic.collective import ElasticEngine
+    from real.engine.optimizers import Controls
 
 _POLL_S = 0.1
-
-
-class Progress(NamedTuple):
-    """A worker's progress: numbers of steps that have begun, and of updates and epochs that have ended."""
-
-    step: int
-    updates: int
-    epoch: int
 
 
 class Workers:
@@ -56,24 +49,27 @@ class Workers:
         self.taken: Progress | None = None
         """Progress of the peer whose state this worker has taken in the last exchange; None if it has kept its own."""
 
-    @property
-    def lr_factor(self) -> float:
-        """Factor on the inner learning rate in the current round."""
-        return self._rule.lr_factor(self.num, self._nominal)
+    def scale_lr(self, controls: Controls, lr_scale: float) -> None:
+        """Let optimizers scale their learning rates by the strategy's ``lr_scale`` and the factor of the current round."""
+        for control in controls.each:
+            control.lr_scale = lr_scale * self._rule.lr_factor(self.num, self._nominal)
 
     def gather(self) -> None:
         """At a job's start, wait until all workers of the launch have come; return at once if others are ahead.
 
-        After the time limit, those that are there begin. Raises ``WorkerFailed`` in a worker that was started again if
+        After the time limit, those that are there begin. Raises ``WorkerFailed`` if all of them were started again:
         nobody is left who knows what the job has learnt.
         """
         deadline = time.monotonic() + self._timeout_s
+        self._gathering.begin()
         while True:
             found = self._gathering.find(0)
-            is_late = time.monotonic() > deadline
-            if not found.max_step and is_late and os.environ.get(RESTARTS, "0") != "0":
-                raise WorkerFailed("have all ended, and with them what they have learnt", "the other workers", hint="start the job again")
-            if found.max_step or is_late or found.replica_world_size >= self._nominal:
+            if found.max_step:
+                return
+            if found.replica_world_size >= self._nominal or time.monotonic() > deadline:
+                if not self._gathering.any_in_first_life:
+                    what = "have all ended, and with them what they have learnt"
+                    raise WorkerFailed(what, "the other workers", hint="start the job again")
                 return
             time.sleep(_POLL_S)
 
@@ -83,9 +79,9 @@ class Workers:
         If peers agree on another Theta, this worker's becomes theirs first, and its distances do not count. Returns
         whether any worker had steps. Raises ``WorkerFailed`` if no exchange is completed within the time limit.
         """
-        deadline, gathering = time.monotonic() + self._timeout_s, self._gathering
-        self.taken = None
+        self.taken, gathering = None, self._gathering
         found = gathering.find(self._num_exchanges) if self._num_exchanges else gathering.quorum
+        deadline = time.monotonic() + self._timeout_s  # the wait for the others has its own
         while True:
             try:
                 total = self._exchange(deltas)
@@ -122,7 +118,9 @@ class Workers:
             state = [*engine.in_order(deltas, "snapshot"), *engine.in_order(deltas, "velocity")]
             flats = [gathering.spread(flat, source) for flat in _flats(state)]
             buffers = [gathering.spread(buffer.detach().cpu().clone(), source) for buffer in engine.model.buffers()]
-            if not all(_is_same(*pair) for pair in zip(flats, _flats(state), strict=True)):
+            is_newcomer = not self._num_exchanges  # whose buffers may differ though its Theta does not
+            if is_newcomer or not all(_is_same(*pair) for pair in zip(flats, _flats(state), strict=True)):
+                self._say_lost()
                 _fill(state, flats)
                 torch._foreach_zero_(distances)  # torch has no public name for it
                 for buffer, peers in zip(engine.model.buffers(), buffers, strict=True):
@@ -132,6 +130,13 @@ class Workers:
         means = [gathering.total(flat * self.num_steps) / max(1, total) for flat in _flats(distances)]
         _fill(distances, means)
         return total
+
+    def _say_lost(self) -> None:
+        """Print that this worker's steps of the round do not count; nothing if it has none."""
+        if self.num_steps:
+            unless = ", unless the exchange that failed has counted them" if self._gathering.has_failed else ""
+            what = f"the others have gone on without worker {self.rank}, which takes their parameters"
+            print(f"note: {what}: its last {self.num_steps} updates are lost{unless}", file=sys.stderr)  # noqa: T201  # the worker's log
 
 
 def _of_types(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

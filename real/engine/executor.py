@@ -188,6 +188,8 @@ class Executor:
         """Control these optimizers, and return the largest number of state tensors that are averaged per parameter."""
         own = (self.storage, self._parameters, self._plan.num_state_slots, self._known)
         self._controls = Controls(optimizers, self.combination, *own)
+        if self._communicators.workers is not None:
+            self._communicators.workers.scale_lr(self._controls, self.combination.lr_scale)
         return self._controls.num_slots
 
     def begin_step(self, step: int, operations: Operations) -> None:
@@ -298,8 +300,6 @@ class Executor:
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
         self._controls.refuse_shared()
-        if (workers := self._communicators.workers) is not None:
-            self._controls.each[place].lr_scale = self.combination.lr_scale * workers.lr_factor
         self._controls.each[place].begin(updates=self._updates_now or self.combination.leaves_averages)
 
     def end_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -547,6 +547,7 @@ class Executor:
         self._stopwatch.stall_begins()
         any_steps = workers.average(own)
         self._stopwatch.stall_ends()
+        workers.scale_lr(self._controls, self.combination.lr_scale)  # their number may have changed
         return any_steps
 
     @torch.no_grad()

@@ -1,8 +1,9 @@
 """One elastic worker: ``elastic_worker.py FOLDER JOB``; it saves its parameters after every step.
 
-JOB is JSON: the strategy's ``localsgd_configs``, ``steps``, ``merge`` (micro-batches of an update), and ``acts``, what ranks do in their
-first life, by rank: lists of a step and ``synchronize``, ``die``, ``die in exchange`` or ``stop`` (for three seconds). With ``steps`` of
-0, all end nine steps after a worker that was started again, or had stopped, has joined the two others.
+JOB is JSON: the strategy's ``localsgd_configs``, ``steps``, ``merge`` (micro-batches of an update), ``alike`` (all come with
+the same parameters), and ``acts``, what ranks do in their first life, by rank: lists of a step and ``synchronize``, ``die``,
+``die in exchange`` or ``stop`` (for three seconds). With ``steps`` of 0, all end nine steps after a worker that was started again, or had
+stopped, has joined the two others.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ fleet.init(DistributedStrategy(localsgd=True, localsgd_configs=job["configs"], *
 network = problem.model("float64")
 with torch.no_grad():
     for parameter in network.parameters():  # the first worker's are those of all
-        parameter.add_(rank + 10 * life)
+        parameter.add_(0 if job.get("alike") else rank + 10 * life)
+network.register_buffer("begun_by", torch.tensor(rank))
 network = fleet.distributed_model(network)
+assert life or int(network.begun_by) == 0, "all begin with the first worker's buffers, too"
 optimizer = fleet.distributed_optimizer(torch.optim.AdamW(network.parameters(), lr=0.01))
 np.save(folder / f"{rank}-{life}-{fleet.num_steps()}.npy", problem.flat(network).numpy())
 step = fleet.num_steps()

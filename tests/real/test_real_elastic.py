@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,11 @@ from torch.nn.functional import cross_entropy
 
 from fleetbench import DistributedStrategy
 from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.plan.elastic import Elastic
 
 WORKER = str(Path(__file__).with_name("elastic_worker.py"))
 DILOCO = {"k_steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9}
+IPV6 = pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="SKIPPED: no IPv6")
 pytestmark = [pytest.mark.torchft, pytest.mark.usefixtures("forked_launches")]
 
 
@@ -27,14 +33,14 @@ def quiet_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUST_LOG", "warn")
 
 
-def launched(folder: Path, restarts: int = 0, **job: Any) -> list[str]:
-    """Train three workers, and return the notes of their ends."""
+def launched(folder: Path, restarts: int = 0, nproc: int = 3, notes: list[str] | None = None, **job: Any) -> list[str]:
+    """Train ``nproc`` workers, and return the notes of their ends, also in ``notes``."""
     from real.elastic.launching import launch_elastic
 
-    notes: list[str] = []
+    notes = [] if notes is None else notes
     job["configs"] = {**job["configs"], "elastic": True}
     script = [WORKER, str(folder), json.dumps(job)]
-    launch_elastic(3, script, restarts=restarts, log_dir=folder / "log", echo=lambda _: None, say=notes.append)
+    launch_elastic(nproc, script, restarts=restarts, log_dir=folder / "log", echo=lambda _: None, say=notes.append)
     return notes
 
 
@@ -102,7 +108,7 @@ def test_rounds_are_over_those_that_arrive(tmp_path: Path) -> None:
 def test_undisturbed_it_is_plain_local_sgd(configs: dict[str, Any], merge: int, tmp_path: Path) -> None:
     """With all workers there, rounds are those of the same strategy without elastic, also with gradient merge."""
     steps = 8 * merge
-    assert launched(tmp_path, configs=configs, steps=steps, merge=merge, acts={}) == []
+    assert launched(tmp_path, configs=configs, steps=steps, merge=merge, alike=merge == 1, acts={}) == []
     ends = [3, 6] if "outer_lr" in configs else [1, 4, 7]  # in updates; plain averaging begins with a round of one
     rounds = [range(merge * begin + 1, merge * end + 1) for begin, end in zip([0, *ends], ends, strict=False)]
     outer = (0.7, 0.9) if "outer_lr" in configs else (1.0, 0.0)
@@ -132,6 +138,8 @@ def test_a_newcomer_has_its_peers_bits(tmp_path: Path) -> None:
 def test_a_worker_that_is_left_behind_takes_what_the_others_agree_on(tmp_path: Path) -> None:
     """A worker stopped for seconds is taken for dead; when it arrives, its own steps of that time do not count."""
     assert launched(tmp_path, configs=DILOCO, steps=0, acts={2: [(5, "stop")]}) == []
+    assert "gone on without worker 2, which takes their parameters: its last " in (tmp_path / "log" / "workerlog.2").read_text()
+    assert "gone on without" not in (tmp_path / "log" / "workerlog.0").read_text()
     joint = next(step for step in range(9, 10_000, 3) if (tmp_path / f"0-0-{step}.txt").read_text().split()[1] == "3")
     assert (tmp_path / "0-0-6.txt").read_text() == "0 2 6"
     for after in (0, 3, 6, 9):
@@ -139,13 +147,75 @@ def test_a_worker_that_is_left_behind_takes_what_the_others_agree_on(tmp_path: P
         assert np.array_equal(saved(tmp_path, 1, joint + after), saved(tmp_path, 0, joint + after))
 
 
+def test_with_the_last_worker_the_job_has_failed(tmp_path: Path) -> None:
+    """When nobody is left who knows what the job has learnt, nobody is started again to learn it anew."""
+    notes: list[str] = []
+    with pytest.raises(WorkerFailed, match="rank 0: was killed by SIGKILL"):
+        launched(tmp_path, restarts=3, nproc=1, notes=notes, configs=DILOCO, steps=9, acts={0: [(5, "die")]})
+    assert [note.split(";")[0] for note in notes] == ["note: rank 0 was killed by SIGKILL, and is not started again, as no other is left"]
+    assert not [*tmp_path.glob("0-1-*")]
+
+
+@pytest.mark.parametrize(("life", "host"), [("0", "127.0.0.1"), ("1", "127.0.0.1"), pytest.param("0", "[::1]", marks=IPV6)])
+def test_workers_that_were_all_started_again_do_not_begin_anew(life: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's first workers begin; later lives without peers that have learnt something do not."""
+    from real.elastic.gathering import LIGHTHOUSE, RESTARTS, Gathering, lighthouse
+    from real.elastic.workers import Workers
+
+    with lighthouse(host) as address:
+        monkeypatch.setenv(LIGHTHOUSE, address)
+        monkeypatch.setenv(RESTARTS, life)
+        workers = Workers(Gathering("00000", 5.0), Elastic(lr="constant"), rank=0, nominal=1, timeout_s=5.0)
+        try:
+            with nullcontext() if life == "0" else pytest.raises(WorkerFailed, match="with them what they have learnt"):
+                workers.gather()
+        finally:
+            workers.close()
+
+
+FLUSHED = """
+import torch
+from fleetbench import DistributedStrategy, fleet
+configs = {"k_steps": 9, "elastic": True, "elastic_lr": "linear"}
+merged = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "avg": False, "remainder": "flush"}}
+fleet.init(DistributedStrategy(localsgd=True, localsgd_configs=configs, **merged), timeout_s=3)  # the second worker never comes
+network = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(network.weight)
+network = fleet.distributed_model(network)
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(network.parameters(), lr=1.0))
+network(torch.ones(1, 1)).sum().backward()
+optimizer.step()
+fleet.end_epoch()
+fleet.synchronize()
+print("weight", network.weight.item(), "of", fleet.worker_num())
+"""
+
+
+@pytest.mark.slow
+def test_an_update_between_steps_has_the_rounds_learning_rate() -> None:
+    """One of two workers, and half of the learning rate: a gradient of 1, summed with no other, moves a weight by 1/2."""
+    from real.elastic.gathering import LIGHTHOUSE, lighthouse
+
+    with lighthouse("127.0.0.1") as address:
+        environment = {**os.environ, LIGHTHOUSE: address, "RANK": "0", "WORLD_SIZE": "2"}
+        environment.pop("TORCHELASTIC_RESTART_COUNT", None)
+        ran = subprocess.run([sys.executable, "-c", FLUSHED], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "weight -0.5 " in ran.stdout, ran.stdout + ran.stderr
+
+
 def test_what_cannot_be_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a lighthouse, nothing is joined; what needs the same trainers throughout is no strategy."""
+    from real.elastic.collective import ElasticCollective
     from real.elastic.gathering import Gathering
 
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(ConfigError, match=r"lighthouse.*\nHINT: start with fleetbench launch --restarts N"):
         Gathering("00000", 5.0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    strategy = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 3, "elastic": True})
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE.*how many workers.*\nHINT: .*RANK=0 WORLD_SIZE=4"):
+        ElasticCollective(strategy, 5.0)
     for changes in ({"fragments": 3}, {"buffers": "average"}, {"optimizer_state": "average"}):
         with pytest.raises(ConfigError, match=r"elastic and .* exclude each other"):
             DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 3, "elastic": True, **changes})
