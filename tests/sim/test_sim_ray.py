@@ -67,5 +67,5 @@ def test_the_command_starts_a_ray_of_its_own(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         said.append((json.loads(done.stdout)["points"], [line for line in done.stderr.splitlines() if "points" not in line]))
     assert said[0] == said[1]
-    left = [process.cmdline() for process in psutil.process_iter() if process.pid not in before and "ray" in " ".join(process.cmdline())]
-    assert not left
+    lines = {process.pid: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}  # a zombie has none
+    assert [line for pid, line in lines.items() if pid not in before and "ray" in line] == []
