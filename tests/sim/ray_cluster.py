@@ -133,7 +133,7 @@ def _below_5(number: int) -> int:
 
 
 def _node(_: int) -> str:
-    time.sleep(0.1)
+    time.sleep(0.5)  # longer than the second node takes to start a worker, in all
     return ray.get_runtime_context().get_node_id()
 
 
