@@ -25,11 +25,11 @@ from torch.nn.functional import cross_entropy
 from torchft_servers import Servers, SkippedArm, _torchft
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "beside_ddp"))
-from workloads import WORKLOADS  # noqa: E402  # after the path
+from workloads import WORKLOADS
 
-from fleetbench.strategy import DistributedStrategy  # noqa: E402  # after the path
-from real.communication.communicators import Communicators  # noqa: E402  # after the path
-from real.engine.engine import Engine  # noqa: E402  # after the path
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 TIMEOUT = timedelta(seconds=120)
 ETA, MU, LR = 0.7, 0.9, 1e-3
