@@ -51,7 +51,7 @@ ELSEWHERE = {
     "gpu": "needs a CUDA device",
     "fidelity, testbed, network/declared, parameter_server": "need root, network namespaces and a quiet machine for half an hour",
     "quickstart, planted_truths, your_script, profile, beside_ddp": "take times of real runs: a quiet machine for an hour",
-    "simulator_speed, simulator_engines, simulate_only, virtual_trainers": "take times of one quiet core",
+    "simulator_speed, simulate_only, virtual_trainers": "take times of one quiet core",
     "engines_agree, as_ddp_or_refused, kill_matrix, damaged_files": "campaigns of hours",
     "tuner": "bootstraps of some minutes: its README has the commands",
 }
