@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from processes import run_python
 from torch import nn
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import catalogue
 from fleetbench.profile import profile_of
 from fleetbench.workloads.models.registry import MODELS, build_model
 from real.estimate.operations import Operation, Recorder, nothing_computed
-from real.estimate.script import estimate_script
 from real.estimate.step import Efficiencies, Roofline, estimate, estimated
 
 GPT = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}
@@ -278,60 +274,3 @@ def test_an_estimate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ours is not None
     assert theirs is not None
     assert theirs.tables[0].update < ours.tables[0].update
-
-
-SCRIPT = """
-import torch
-from torch import nn
-from fleetbench import fleet
-fleet.init()
-model = fleet.distributed_model(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
-optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters()))
-for step in range(3):
-    batch = torch.ones(32, 64)
-    loss = nn.functional.cross_entropy(model(batch), torch.zeros(32, dtype=torch.int64))
-    loss.backward()
-    MIDDLE
-    optimizer.step()
-    optimizer.zero_grad()
-    raise SystemError("a second step")
-"""
-
-
-def _script(folder: Path, middle: str) -> tuple[str, str]:
-    (folder / "train.py").write_text(SCRIPT.replace("MIDDLE", middle), encoding="utf-8")
-    return sys.executable, str(folder / "train.py")
-
-
-@pytest.fixture
-def forked_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts are forks: a process of its own imports torch for seconds."""
-    forked = SimpleNamespace(run=lambda line, **_: SimpleNamespace(returncode=run_python(line[1:], tmp_path).code))
-    monkeypatch.setattr("real.estimate.script.subprocess", forked)
-
-
-@pytest.mark.usefixtures("forked_scripts")
-def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:
-    """What it computes is counted, what it is is found out, and nothing after the update runs."""
-    base = Experiment.from_dict({"schema": 1, "name": "x", "cluster": {"nodes": 2, "trainers_per_node": 4}, "run": {"device": "cuda"}})
-    found, profile = estimate_script(base, _script(tmp_path, "pass"), "A100", tf32=False, workdir=None)
-    assert (found.workload.batch_size, found.workload.optimizer, found.cluster.trainers) == (32, "adam", 8)
-    assert [gradient.numel for layer in profile.tables[0].layers for gradient in layer.gradients] == [64 * 256, 256, 2560, 10]
-    own = estimate(_experiment("digits_mlp", model_options={"depth": 1}, data="digits", batch_size=32), "A100").tables[0]
-    assert profile.tables[0].forward_ns + profile.tables[0].backward_ns == pytest.approx(
-        own.forward_ns + own.backward_ns, abs=30_000
-    )  # its labels are made within the step
-
-
-@pytest.mark.usefixtures("forked_scripts")
-def test_a_script_that_reads_values_is_refused(tmp_path: Path) -> None:
-    """So is one that fails, or that python does not start."""
-    base = Experiment.from_dict({"schema": 1, "name": "x", "run": {"device": "cuda"}})
-    with pytest.raises(ConfigError, match="an estimate does not have"):
-        estimate_script(base, _script(tmp_path, "print(loss.item())"), "A100", tf32=False, workdir=None)
-    with pytest.raises(ConfigError, match="second forward"):
-        estimate_script(base, _script(tmp_path, "model(batch)"), "A100", tf32=False, workdir=None)
-    with pytest.raises(WorkerFailed, match="exit code 1"):
-        estimate_script(base, _script(tmp_path, "raise SystemError"), "A100", tf32=False, workdir=None)
-    with pytest.raises(ConfigError, match="started with python"):
-        estimate_script(base, ("torchrun", "train.py"), "A100", tf32=False, workdir=None)
