@@ -59,10 +59,7 @@ class Failure:
 
     rank: int
     what: str
-    """Description, such as ``failed at step 3: ValueError: the third layer is odd``; empty in a roll call."""
-    own: bool
-    """Whether the error is the rank's own; false if a collective broke, which is usually another rank's
-    fault."""
+    """Description, such as ``failed at step 3: ValueError: the third layer is odd``."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"

@@ -32,7 +32,7 @@ TIMEOUT_S = 120.0
 SHORT_S = 3.0
 LATE_S = 40.0
 """A rank that has not ended by then is killed."""
-LIVES_ON = ("raised", "refused", "stopped_save")
+LIVES_ON = ("raised", "refused")
 """Cases whose rank 1 would not end by itself, and is killed once rank 0 has ended."""
 STEPS = 5
 FAULTY = 3
@@ -171,15 +171,6 @@ def swallowed(folder: Path, **strategy: Any) -> None:
 def swallowed_norm(folder: Path) -> None:
     """As ``swallowed``, in the forward of a synchronised batch norm."""
     swallowed(folder, sync_batch_norm=True)
-
-
-def stopped_save(folder: Path) -> None:
-    """Rank 1 is stopped while it writes its part of a save."""
-    script = Script(folder, timeout_s=SHORT_S)
-    script.train(lambda: None)
-    if script.rank == 1:
-        _before_writing(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    script.save()
 
 
 def slow_save(folder: Path) -> None:

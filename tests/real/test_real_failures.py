@@ -25,7 +25,7 @@ from real.processes.failures import CollectiveFailed, Failures, is_of_peers, lea
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
 CASES = (
-    *("no_fault", "raised", "refused", "exited", "far_apart", "swallowed", "swallowed_norm", "stopped_save", "slow_save"),
+    *("no_fault", "raised", "refused", "exited", "far_apart", "swallowed", "swallowed_norm", "slow_save"),
     *("preempted", "late_evaluation", "late_without_group", "left_early"),
 )
 SOON_S = 35.0
@@ -92,15 +92,6 @@ def test_no_rank_whose_collective_broke_ends_with_success(ended: dict[str, list[
     assert "rank 0 lost the others at step 3: " in ended[case][0]["text"]
 
 
-def test_a_rank_that_is_stopped_within_a_save_is_named(ended: dict[str, list[dict[str, Any]]]) -> None:
-    """The other rank waits as long as for any collective, and not as long as a save may take."""
-    other, stopped = ended["stopped_save"]
-    assert stopped["code"] == -signal.SIGKILL
-    assert other["code"] == WorkerFailed.exit_code
-    assert other["after_s"] < SOON_S
-    assert "CollectiveFailed: rank 1 does not answer: killed or stopped, or the host is gone" in other["text"]
-
-
 @pytest.mark.usefixtures("forked_launches")
 def test_a_launch_says_what_the_rank_said(tmp_path: Path) -> None:
     """Exit code 4, the rank and its message, and its traceback last; rank 0's log says the same."""
@@ -160,7 +151,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[Failures], tmp_path: Pa
     ranks[1].announce(ValueError("odd"))
     ranks[2].announce(ValueError("even"))
     _until(lambda: not any(one._thread.is_alive() for one in (ranks[0], ranks[2])))
-    expected = Failure(rank=1, what="failed at step 7: ValueError: odd", own=True)
+    expected = Failure(rank=1, what="failed at step 7: ValueError: odd")
     assert [one.failure for one in ranks] == [expected] * 3
     assert read_note(tmp_path / "note") == Suspect(name="rank 1", says=expected.what)
     assert "rank 2 ends, because rank 1 failed at step 7: ValueError: odd" in capsys.readouterr().err
@@ -175,16 +166,7 @@ def test_who_does_not_answer_is_named(ranks: list[Failures]) -> None:
         raise RuntimeError("closed")
     assert ranks[0].has_failed
     ranks[2].announce(ValueError("odd"))
-    _until(lambda: ranks[1].failure == Failure(rank=2, what="failed at step 7: ValueError: odd", own=True))
-
-
-def test_a_roll_call_finds_all_ranks_or_names_the_absent(ranks: list[Failures]) -> None:
-    """And is no failure."""
-    ranks[1].start()
-    assert ranks[0].absent(1.5) == "rank 2 does not answer: killed or stopped, or the host is gone"
-    ranks[2].start()
-    assert ranks[0].absent(10.0) is None
-    assert not ranks[0].has_failed
+    _until(lambda: ranks[1].failure == Failure(rank=2, what="failed at step 7: ValueError: odd"))
 
 
 def test_a_rank_that_waits_for_one_that_never_joins_is_not_to_blame(tmp_path: Path) -> None:

@@ -107,13 +107,13 @@ def test_workers_that_torchrun_starts_again_train(tmp_path: Path) -> None:
 
 def test_a_scripts_own_group_hears_nothing_of_an_earlier_attempt(tmp_path: Path) -> None:
     """Neither that a rank has failed then, nor that one has left."""
-    failed = json.dumps({"rank": 1, "what": "failed at step 3: ValueError: planned", "own": True})
+    failed = json.dumps({"rank": 1, "what": "failed at step 3: ValueError: planned"})
     script = tmp_path / "own.py"
     script.write_text(
         "import os, sys, time, torch\nimport torch.distributed as dist\nfrom fleetbench import fleet\n"
         "dist.init_process_group('gloo', init_method=f'file://{sys.argv[1]}/store', rank=int(os.environ['RANK']), "
         "world_size=2)\nstore = dist.distributed_c10d._get_default_store()\n"
-        f"store.set('fleetbench/failures/1', {failed!r}); store.set('fleetbench/leaving', '')\n"
+        f"store.set('fleetbench/failures/failed', {failed!r}); store.set('fleetbench/leaving', '')\n"
         f"fleet.init(timeout_s=60)\n{LINES}"
         "for number in range(20):\n    step(); time.sleep(0.1)\n"
     )
