@@ -131,13 +131,9 @@ def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
 
 
 @pytest.mark.slow
-def test_the_sentinel_and_the_counters_see_the_links(testbed: Ground) -> None:
-    """A round of the sentinel takes a tenth of a second by its bytes, and every host has sent segments."""
-    before = testbed.read()
+def test_a_round_of_the_sentinel_takes_a_tenth_of_a_second(testbed: Ground) -> None:
+    """By its bytes."""
     assert testbed.sentinel() == pytest.approx(0.1, rel=0.25)
-    after = testbed.read()
-    sent = {host: after.counters[host]["segments"] - before.counters[host]["segments"] for host in testbed.topology.hosts}
-    assert min(sent.values()) > 100
 
 
 def test_a_refused_line_is_named(testbed: Ground) -> None:
