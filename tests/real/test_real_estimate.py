@@ -216,15 +216,6 @@ def test_a_table_holds_the_whole_step() -> None:
     assert estimate(_experiment(), "H100").estimated == 0.3  # few published runs
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("vocab", "amp", "said"), [(507, True, "HINT: pad it to 512"), (507, False, ""), (512, True, "")])
-def test_a_vocabulary_that_tensor_cores_do_not_like_is_warned_of(vocab: int, amp: bool, said: str) -> None:
-    """In 16 bits, where 8 does not divide it."""
-    strategy = {"amp": amp, "amp_configs": {"dtype": "bf16"}} if amp else {}
-    notes = estimate(_experiment(strategy=strategy, model_options={**GPT, "vocab": vocab}), "A100").notes
-    assert [said in note for note in notes if "vocabulary" in note] == [True] * bool(said)
-
-
 def test_recompute_runs_blocks_again() -> None:
     """Its backward is longer by the blocks' forwards, without what they compute after the last tensor that is needed, and it keeps less."""
     plain = estimate(_experiment(), "A100")

@@ -113,14 +113,15 @@ def test_a_launch_says_what_the_rank_said(tmp_path: Path) -> None:
     assert f"rank 1 failed at step 3: {ODD}" in (tmp_path / "log" / "workerlog.0").read_text()
 
 
-def test_the_rank_that_ran_out_of_memory_is_named_and_not_one_that_repeats_it() -> None:
+def test_a_rank_with_an_error_of_its_own_is_named_and_not_one_that_repeats_it() -> None:
     """In a tuning each rank reports what ended it, and the others' collectives say what the failed rank has said."""
     text = "RuntimeError: can't allocate memory"
     errors = {
         0: RankError(f"CollectiveFailed: rank 1 failed at step 3: {text}", collective=True, time_ns=1),
         1: RankError(text, collective=False, time_ns=2),
     }
-    assert diagnose({}, errors, [Beat(11, 0, 3, 1), Beat(12, 0, 3, 1)], 3, "log").where == "rank 1"
+    found = diagnose({}, errors, [Beat(11, 0, 3, 1), Beat(12, 0, 3, 1)], 3, "log")
+    assert (found.where, found.what) == ("rank 1", f"failed at step 3: {text}")
 
 
 @pytest.fixture
