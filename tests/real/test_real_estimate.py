@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import catalogue
 from fleetbench.profile import profile_of
-from fleetbench.workloads.models.registry import MODELS, build_model
+from fleetbench.workloads.models.registry import MODELS
 from real.estimate.operations import Operation, Recorder, nothing_computed
 from real.estimate.step import Efficiencies, Roofline, estimate, estimated
 
@@ -45,21 +44,6 @@ def test_a_perceptrons_products_are_counted() -> None:
         model, inputs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.zeros(5, 8)
         assert _flops(model, inputs, backward=False) == 2 * 5 * (8 * 16 + 16 * 4)
         assert _flops(model, inputs, backward=True) == 2 * 5 * (8 * 16 + 2 * 16 * 4)
-
-
-@pytest.mark.parametrize(
-    ("workload", "tokens"),
-    [
-        ({"model": "gpt", "model_options": GPT | {"positions": 128}, "data_options": {}}, 128),
-        ({"model": "gpt", "model_options": GPT, "data_options": {"length": 16}}, 16),
-        ({"model": "mlp"}, None),
-    ],
-    ids=["default", "named", "no text"],
-)
-def test_an_estimate_says_the_tokens_of_a_sample(workload: dict[str, Any], tokens: int | None) -> None:
-    """The length that the data name, else the default of ``docs/models.md``, 128; numbers of a perceptron are no tokens."""
-    what = {"data": "synthetic", "batch_size": 2, **workload}
-    assert estimate(Experiment.from_dict({"workload": what, "run": {"device": "cuda"}}), "A100").sample_tokens == tokens
 
 
 def test_resnet_50_has_its_published_operations() -> None:
@@ -103,26 +87,6 @@ def test_model_flops_are_palms(model: str, options: dict[str, Any], recompute: l
     assert (flops.peak_s, flops.precision) == (989.5e12, "bf16")
 
 
-@pytest.mark.slow
-def test_the_peak_is_that_of_the_models_products() -> None:
-    """In float32 the vector units'; with TF32, or where convolutions have it, the tensor cores'."""
-    found = [estimate(_experiment(), "H100").flops, estimate(_experiment(), "H100", tf32=True).flops]
-    found += [estimate(_experiment("resnet50", data_options={"image_size": 64}), "H100").flops]
-    assert [flops and (flops.peak_s, flops.precision) for flops in found] == [(67e12, "fp32"), (494.5e12, "tf32"), (494.5e12, "tf32")]
-
-
-def test_gpt_learns_the_next_token() -> None:
-    """Its loss is the cross-entropy of each token after those before it; a change of a later token does not touch an earlier cost."""
-    model = build_model("gpt", GPT, "float32", 0)
-    tokens = torch.randint(0, 512, (2, 8), generator=torch.Generator().manual_seed(0))
-    costs = model(tokens)
-    assert costs.shape == (2, 7)
-    assert costs.mean().item() == pytest.approx(torch.log(torch.tensor(512.0)).item(), rel=0.05)
-    changed = tokens.clone()
-    changed[:, 5] += 1
-    assert torch.equal(model(changed % 512)[:, :4], costs[:, :4])
-
-
 OWN = Efficiencies(
     matmul=0.5,
     convolution=0.25,
@@ -146,57 +110,6 @@ def test_an_operation_computes_and_moves() -> None:
     assert a100.seconds(Operation("memory", 0, 100, torch.float32)) == 1e-6
     worse = (989.5 / 3350) / (312 / 2039)
     assert h100.seconds(product) == pytest.approx(1e12 * worse / (0.5 * 989.5e12) + 1e9 / (0.5 * 3350e9))
-
-
-def test_no_product_is_faster_than_the_vector_units_share() -> None:
-    """A P100 has no tensor cores, and 1.5 times an A100's bytes for a FLOP would make its share 1.1."""
-    seconds = Roofline(gpu=catalogue().gpus["P100"]).seconds(Operation("matmul", 10**12, 0, torch.float16))
-    assert seconds == pytest.approx(1 / (0.822 * 21.2))
-
-
-def test_half_precision_softmax_is_widened_under_autocast_alone() -> None:
-    """CUDA's autocast takes a softmax of halves in float32: 2 + 4 + 4 + 4 bytes for 2 + 2, less what a copy would count; three times."""
-    moved = []
-    for enabled in (False, True):
-        recorder = Recorder(lambda _: 0.0)
-        with nothing_computed(), recorder, torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
-            torch.zeros(10, 10, dtype=torch.float16).softmax(-1)
-        moved.append(next(each.nbytes for each in recorder.operations if each.nbytes >= 400))
-    assert moved == [400, 1200]
-
-
-def test_rows_that_begin_anywhere_make_a_product_slower() -> None:
-    """A head for 50,257 words counts half as many FLOPs again as one for 50,264, which are a multiple of 16 bytes."""
-    with nothing_computed():
-        wide, odd = nn.Linear(8, 50_264), nn.Linear(8, 50_257)
-        inputs = torch.zeros(16, 8)
-        assert _flops(wide, inputs, backward=False) == 2 * 16 * 8 * 50_264
-        assert _flops(odd, inputs, backward=False) == round(1.5 * 2 * 16 * 8 * 50_257)
-
-
-def test_a_batch_norm_of_bfloat16_moves_four_times_its_bytes() -> None:
-    """Channels first; with channels last, or in float16, cuDNN computes it."""
-
-    def moved(dtype: torch.dtype, memory_format: torch.memory_format) -> int:
-        with nothing_computed():
-            norm, inputs = nn.BatchNorm2d(8, dtype=dtype), torch.zeros(2, 8, 4, 4, dtype=dtype).to(memory_format=memory_format)
-            recorder = Recorder(lambda _: 0.0)
-            with recorder:
-                norm(inputs)
-        return max(operation.nbytes for operation in recorder.operations)
-
-    assert moved(torch.bfloat16, torch.contiguous_format) == 4 * moved(torch.float16, torch.contiguous_format)
-    assert moved(torch.bfloat16, torch.channels_last) == moved(torch.float16, torch.channels_last)
-
-
-def test_float32_attention_takes_the_vector_units_and_convolutions_take_tf32() -> None:
-    """Fused attention at a fifth of an A100's 19.5 TFLOP/s; a convolution at a quarter of its 156, as torch's default is."""
-    roofline = Roofline(gpu=catalogue().gpus["A100"], efficiencies=dataclasses.replace(OWN, balance=0.0))
-    assert roofline.seconds(Operation("fused_attention", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.2 * 19.5))
-    assert roofline.seconds(Operation("convolution", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.25 * 156))
-    assert Roofline(gpu=catalogue().gpus["V100"], efficiencies=OWN).seconds(
-        Operation("convolution", 10**12, 0, torch.float32)
-    ) == pytest.approx(1 / (0.9 * 15.7))
 
 
 def test_a_table_holds_the_whole_step() -> None:
@@ -241,13 +154,6 @@ def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, w
     """Never a wrong table."""
     with pytest.raises(ConfigError, match=what):
         estimate(experiment, gpu)
-
-
-def test_a_gpu_has_its_own_interval_by_any_of_its_names() -> None:
-    """The half width of an A100, 25 %, is not that of a GPU of which few runs are known."""
-    profile = estimate(Experiment(), "a100-sxm4-80gb")
-    assert profile.estimated == 0.25
-    assert profile.machine.startswith("A100, ")
 
 
 def test_an_estimate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

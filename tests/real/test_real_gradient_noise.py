@@ -72,13 +72,6 @@ def test_noise_scale_and_drift_are_those_of_the_data(trainers: int, distance: fl
     assert found.drift == pytest.approx((STEPS * variance * (1 - 1 / trainers) / common) ** 0.5, rel=0.1)
 
 
-def test_a_noise_scale_beyond_what_the_batches_tell_is_said_to_be_so() -> None:
-    """There is nothing but noise."""
-    found = measured(2, 0.0)
-    assert found.scale is None
-    assert f"more than {STEPS} joint batches, so that one twice as large would need at least 49 % fewer updates" in found.statement
-
-
 def test_a_training_that_diverges_has_no_noise_scale() -> None:
     """Its profile has none, and is written all the same."""
     parameter = nn.Parameter(torch.zeros(3))

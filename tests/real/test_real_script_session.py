@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -80,13 +78,6 @@ def test_what_the_script_is_becomes_an_experiment(script: Open) -> None:
     assert session.hosts == ("host0", "host1")
 
 
-@pytest.mark.parametrize(("nodes", "told"), [(2, ["the script ran on 2 trainers, not on the 4 of the experiment's cluster"]), (1, [])])
-def test_another_number_of_trainers_than_the_files_is_noted(script: Open, nodes: int, told: list[str]) -> None:
-    """Whoever prints a job for four and finds two is told."""
-    with script(base=Experiment.from_dict({"cluster": {"nodes": nodes, "trainers_per_node": 2}})) as session:
-        assert session.notes == told
-
-
 @pytest.mark.parametrize(
     ("base", "where"),
     [
@@ -114,19 +105,6 @@ def test_legs_follow_each_other_in_one_launch(script: Open, notes: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_start_from_the_beginning_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
-    """The loss that the script reports, in means of 20 steps, says when the target was reached: 1 / step is below 0.04 from step 25 on."""
-    base = Experiment.from_dict({"workload": {"target_loss": 0.04, "eval_every": 20}})
-    with script(base=base) as session:
-        run = session.run(replace(leg(steps=120, start="initial", evaluate=True), seed=7))
-        session.run(leg())
-    assert launches(notes) == ["legs record13 stop", "legs seed7 leg122 leg12 stop"]
-    # The mean of 1/21 ... 1/40 is 0.0339: the second window is the first of three hits, and ends with step 40, of 4 ms each.
-    assert run.summary.time_to_target_s == pytest.approx(40 * 0.004)
-    assert run.summary.final_loss == pytest.approx(sum(1 / step for step in range(101, 121)) / 20)
-
-
-@pytest.mark.slow
 def test_what_a_process_can_have_only_once_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
     """Mixed precision neither follows full precision in a process, nor the other way round."""
     with script() as session:
@@ -151,17 +129,6 @@ def _run_pairs(session: ScriptSession, number: int) -> None:
         session.together(pair)
         for one in pair:
             session.run(one)
-
-
-@pytest.mark.slow
-def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is known how many steps a launch has, a pair that does not fit into the rest begins a new one."""
-    monkeypatch.setattr(script_session, "_USED", math.inf)
-    with script("*:*:total=40") as session:
-        for _ in range(3):
-            session.run(leg())
-        _run_pairs(session, 2)
-    assert launches(notes)[1:] == ["legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
 
 
 @pytest.mark.slow
@@ -242,24 +209,6 @@ def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_never_steps_is_named(tmp_path: Path) -> None:
-    """One that wraps its model, and whose optimizer never steps, is told where a step ends; fleet's lines would not help it."""
-    idle = tmp_path / "idle.py"
-    idle.write_text(
-        "import torch, torch.distributed as dist\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for _ in range(4):\n"
-        "    model(torch.ones(1, 2)).sum().backward()\n"
-    )
-    with pytest.raises(ConfigError, match="ends before a leg") as caught, ScriptSession([sys.executable, str(idle)], Experiment()):
-        pass
-    assert "optimizer.step()" in (caught.value.hint or "")
-    assert "fleet.init" not in (caught.value.hint or "")
-
-
-@pytest.mark.slow
 def test_a_launch_that_breaks_is_replaced_once(script: Open, notes: Path) -> None:
     """A killed process need not be the strategy's doing: the leg is run again; a second time it is given up, by name."""
     with script("0:1:killed") as session:
@@ -308,20 +257,6 @@ def test_a_loss_that_is_no_number_is_named_among_layer_times(script: Open) -> No
         assert session._num_launches == 2
 
 
-def test_a_loss_that_is_no_number_is_named_in_the_first_leg(script: Open) -> None:
-    """Before anything is searched: the script's own strategy gave it."""
-    with pytest.raises(LegFailed, match="rank 1: not a number: the loss was nan at step 5\n"), script("*:0:nan"):
-        pass
-
-
-@pytest.mark.slow
-def test_a_launch_that_breaks_among_layer_times_is_replaced(script: Open) -> None:
-    """As in the first leg, and in any other."""
-    with script("0:0:killed", "1:1:killed") as session:
-        assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
-    assert [note.rpartition(" was killed")[2] for note in session.notes] == [" by SIGKILL"] * 2
-
-
 @pytest.mark.slow
 def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the timeout, with the step at which it fell silent."""
@@ -343,14 +278,6 @@ def test_the_scripts_own_configuration_error_is_handed_on(script: Open) -> None:
     """In the first leg it is the user's to mend."""
     with pytest.raises(ConfigError, match="is refused here"), script("*:0:config"):
         pass
-
-
-def test_an_end_that_is_not_well_is_noted(script: Open) -> None:
-    """The results are there: an exit code after the last leg is said, and nothing is lost."""
-    with script("*:stop:code=3") as session:
-        session.run(leg())
-    assert len(session.notes) == 1
-    assert "exit code 3" in session.notes[0]
 
 
 def test_nothing_is_left_of_a_session_that_fails(script: Open) -> None:

@@ -18,7 +18,6 @@ from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.plan.training import family
 from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import crossing
 from fleetbench.workloads.data.data import held_out, open_batches, prepare
@@ -88,12 +87,6 @@ def test_profile_names_every_layer_and_gradient(experiment: Experiment, profile:
     assert profile.communication.link.bandwidth > 0
 
 
-def test_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
-    """A stored profile reads back as it was."""
-    profile.save(tmp_path / "profile.toml")
-    assert Profile.load(tmp_path / "profile.toml") == profile
-
-
 def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> None:
     """Steps are contiguous, warm-up steps are in the table only, and the recorded events give the recorded operations."""
     result = session.run(Leg(strategy=experiment.strategy, steps=STEPS, warmup_steps=3, record=True))
@@ -145,13 +138,6 @@ def test_clocks_of_ranks_stay_comparable_where_evaluations_are_left_out(session:
         assert (left_s >= last["arrival_s"] - 1e-4).all(), step
 
 
-def test_real_and_simulated_plans_are_one(session: Session, experiment: Experiment, profile: Profile) -> None:
-    """Both executors build the same plan for one experiment."""
-    real = session.run(Leg(strategy=experiment.strategy, steps=4))
-    assert real.plan.digest == simulate(with_profile(experiment, profile)).plan.digest
-    assert len(real.plan.buckets) > 1
-
-
 @pytest.mark.alone
 def test_injected_stragglers_are_seen_where_they_were_put(experiment: Experiment) -> None:
     """Trainer 1 computes three profiled times longer than trainer 0, and trainer 0 is the one that waits; by a profile of 6 ms."""
@@ -180,17 +166,6 @@ def test_local_sgd_meets_on_schedule_and_sends_less(session: Session) -> None:
     assert first[first["step"].isin([2, 3, 4])]["exposed_comm_s"].sum() == 0
 
 
-@pytest.mark.slow
-def test_a_leg_from_the_initial_parameters_repeats_itself(session: Session, experiment: Experiment) -> None:
-    """Legs from the start lose alike, whatever ran between them; a leg that continues does not start over."""
-    leg = Leg(strategy=experiment.strategy, steps=STEPS, start="initial", evaluate=True)
-    one, other = session.run(leg), session.run(leg)
-    assert one.steps["loss"].tolist() == other.steps["loss"].tolist()
-    assert one.summary.final_loss == other.summary.final_loss
-    later = session.run(dataclasses.replace(leg, start="continue"))
-    assert later.steps["loss"].mean() < one.steps["loss"].mean()
-
-
 def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_data(
     session: Session, experiment: Experiment, tmp_path: Path
 ) -> None:
@@ -213,20 +188,6 @@ def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_
         inputs, labels = open_batches(workload, tmp_path, sampler_of(seeded, tmp_path, 2, rank)).batch(0)
         found = other.steps[(other.steps["rank"] == rank) & (other.steps["step"] == 1)]["loss"].item()
         assert found == pytest.approx(loss_of(workload.model)(model(inputs), labels).item(), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment, session: Session) -> None:
-    """The time to the target lies within the run, and grows with a harder target; a target out of reach gives none."""
-    result = session.run(Leg(strategy=experiment.strategy, steps=60, start="initial", evaluate=True))
-    assert result.summary.final_loss is not None
-    assert result.summary.final_loss < 1.0
-    assert result.summary.time_to_target_s is not None
-    assert 0 < result.summary.time_to_target_s <= result.summary.wall_s
-    assert result.summary.metrics is not None
-    assert 0.5 < result.summary.metrics["accuracy"] <= 1
-    short = session.run(Leg(strategy=experiment.strategy, steps=8, start="initial", evaluate=True))
-    assert short.summary.time_to_target_s is None
 
 
 def test_a_leg_with_exchanges_in_flight_trains_on(session: Session) -> None:
@@ -280,13 +241,3 @@ def test_spans_have_the_simulators_names(session: Session, experiment: Experimen
     assert named == expected
     compute = sorted((span.start_ns, span.duration_ns) for span in real.spans if span.rank == 0 and span.stream == "compute")
     assert all(start + duration <= later for (start, duration), (later, _) in itertools.pairwise(compute))
-
-
-def test_summary_counts_step_times(session: Session, experiment: Experiment) -> None:
-    """``samples_per_s`` is the counted samples over the wall time, and the mean step is the table's."""
-    result = session.run(Leg(strategy=experiment.strategy, steps=STEPS))
-    summary = result.summary
-    assert summary.samples_per_s == pytest.approx(2 * STEPS * 16 / summary.wall_s)
-    assert summary.step_s["mean"] == pytest.approx(step_times(result.steps).mean())
-    parts = summary.compute_s + summary.wait_s + summary.exposed_comm_s + summary.update_s + summary.other_s
-    assert parts == pytest.approx(summary.step_s["mean"])

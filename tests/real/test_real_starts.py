@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from processes import run_each_end, run_python, run_scripts, server_of_tests
 
-from fleetbench.errors import EnvironmentLacks, WorkerFailed
+from fleetbench.errors import WorkerFailed
 from real.communication import communicators
 from real.processes.joining import own_part
 from real.processes.roles import role_among
@@ -74,16 +74,6 @@ def test_an_attempt_sees_nothing_of_the_one_before(agents_store: Any) -> None:
     for number, stores in enumerate(written):
         notes = [store.get(f"note{rank}") for store in stores for rank in range(3)]
         assert notes == [str(number).encode()] * 9
-
-
-def test_a_rank_that_does_not_join_is_named(agents_store: Any) -> None:
-    """By rank 0; the others name rank 0."""
-    (error,) = _attempt(agents_store, range(1), 2, timeout_s=0.1)
-    assert isinstance(error, WorkerFailed)
-    assert error.where == "rank 1"
-    (error,) = _attempt(agents_store, range(1, 2), 2, timeout_s=0.1)
-    assert isinstance(error, WorkerFailed)
-    assert error.where == "rank 0"
 
 
 @pytest.mark.slow
@@ -235,27 +225,6 @@ def test_each_rank_of_nccl_has_a_gpu_of_its_own(
     assert _taken(monkeypatch, current, num, visible, is_set=is_set) == taken
 
 
-def test_two_ranks_of_nccl_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before NCCL hangs, or says that it found a duplicate."""
-    with pytest.raises(EnvironmentLacks, match="ranks 0, 2 are on one GPU") as caught:
-        _taken(monkeypatch, [0, 0, 0], 2, _all, is_set=True)
-    assert "torch.cuda.set_device" in str(caught.value.hint)
-
-
-@pytest.mark.slow
-def test_threads_of_the_environment_that_a_strategy_does_not_take_are_said(tmp_path: Path) -> None:
-    """OpenMP's variable does not count beside ``thread_num``, whose default is 1."""
-    begin = "import os, torch\nfrom fleetbench import DistributedStrategy, fleet"
-    cases = [("3", ""), ("3,2", ""), ("3", "thread_num=2"), ("1", ""), ("", "")]
-    ends = [
-        f"os.environ['OMP_NUM_THREADS'] = {threads!r}\nfleet.init(DistributedStrategy({fields}))\n{LINES}\nprint(torch.get_num_threads())"
-        for threads, fields in cases
-    ]
-    found = run_each_end(begin, ends, tmp_path)
-    assert [(each.code, each.out) for each in found] == [(0, "1\n"), (0, "1\n"), (0, "2\n"), (0, "1\n"), (0, "1\n")], found
-    assert ["OMP_NUM_THREADS=3 has no effect" in each.err for each in found] == [True, True, False, False, False], found
-
-
 FORKING = f"""
 import os, sys, torch
 from fleetbench import fleet
@@ -274,35 +243,12 @@ print("ends", flush=True)
 
 
 @pytest.mark.slow
-def test_a_fork_of_a_lone_script_ends_by_itself(tmp_path: Path) -> None:
-    """With its own exit code or exception, and the script trains on."""
-    (ended,) = run_each_end("", [FORKING], tmp_path)
-    assert (ended.code, ended.out) == (0, "forks 3 1\nends\n"), ended
-
-
-@pytest.mark.slow
 def test_forks_of_two_ranks_end_by_themselves(tmp_path: Path) -> None:
     """They wait for no other rank, tell none of their errors, and both ranks train to their end."""
     both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FLEETBENCH_STORE": str(tmp_path / "store")}
     scripts = [f"os.environ.update({both}, RANK='{rank}')\n{FORKING}" for rank in range(2)]
     ended = run_each_end("import os", scripts, tmp_path)
     assert [(each.code, each.out) for each in ended] == [(0, "forks 3 1\nends\n")] * 2, ended
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["spawn", "forkserver"])
-def test_workers_of_an_unguarded_script_are_an_error(how: str, tmp_path: Path) -> None:
-    """At once, and not after the timeout for which a worker would wait for the other ranks."""
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        f"import torch\nfrom fleetbench import fleet\nfleet.init(timeout_s=3000)\n{LINES}"
-        f"data = torch.utils.data.DataLoader(torch.ones(8, 4), num_workers=1, multiprocessing_context={how!r})\n"
-        "for _ in data: step()\n"
-    )
-    launch = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "2", "--log-dir", str(tmp_path / "log")]
-    ended = subprocess.run([*launch, str(script)], check=False, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == WorkerFailed.exit_code, ended.stderr
-    assert '`if __name__ == "__main__":`' in (tmp_path / "log" / "workerlog.0").read_text()
 
 
 def test_a_lone_script_listens_on_the_loopback_alone(tmp_path: Path) -> None:

@@ -74,22 +74,6 @@ def test_nothing_of_it_shows_on_the_machine(testbed: Ground) -> None:
 
 
 @pytest.mark.slow
-def test_flows_of_one_host_share_its_link(testbed: Ground) -> None:
-    """Two trainers of a node that send at once get one link's rate together, and about half of it each."""
-    address = testbed.topology.address
-    one, other = testbed.rates([("host0", "host1", address("host1")), ("host0", "host2", address("host2"))])
-    assert one + other == pytest.approx(PAYLOAD_BPS, rel=0.03)
-    assert 0.3 < one / (one + other) < 0.7
-
-
-@pytest.mark.slow
-def test_trainers_of_one_node_speak_past_the_link(testbed: Ground) -> None:
-    """Inside a host there is no shaping: ten times the link's rate and more."""
-    (rate,) = testbed.rates([("host0", "host0", testbed.topology.address("host0"))])
-    assert rate > 10 * PAYLOAD_BPS
-
-
-@pytest.mark.slow
 def test_gloo_takes_as_long_as_its_bytes() -> None:
     """All-reduces among three hosts are never faster than their bytes at the payload rate, and packets keep their order.
 
@@ -128,12 +112,6 @@ def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     finally:
         testbed.apply(link_shaping.shape(testbed.topology.wires))
     testbed.verify()
-
-
-@pytest.mark.slow
-def test_a_round_of_the_sentinel_takes_a_tenth_of_a_second(testbed: Ground) -> None:
-    """By its bytes."""
-    assert testbed.sentinel() == pytest.approx(0.1, rel=0.25)
 
 
 def test_a_refused_line_is_named(testbed: Ground) -> None:
@@ -331,14 +309,3 @@ def test_what_no_testbed_can_be_built_from_is_refused(part: dict[str, object], m
     """Before anything is started."""
     with pytest.raises(ConfigError, match=match):
         Session(Experiment.from_dict({**EXPERIMENT, **part}))
-
-
-@pytest.mark.slow
-def test_one_node_needs_no_testbed() -> None:
-    """It has no link: the launcher builds nothing, and the workers stay where they are."""
-    experiment = Experiment.from_dict({**EXPERIMENT, "cluster": {"trainers_per_node": 2}})
-    with Session(experiment) as own:
-        result = own.run(Leg(steps=3, warmup_steps=0))
-        assert {os.readlink(f"/proc/{process.pid}/ns/net") for process in _workers(own)} == {os.readlink("/proc/self/ns/net")}  # noqa: PTH115  # magic links
-    assert result.testbed is None
-    assert result.summary.testbed is None

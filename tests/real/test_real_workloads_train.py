@@ -19,12 +19,9 @@ from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.workloads.data.data import num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
 from fleetbench.workloads.models.registry import build_model
-from real.collective import model_key
-from real.job.launcher import launch_script
 from real.job.script_session import RECORD, ScriptSession
 from real.job.session import Session
 from real.leg import Leg
-from real.profile.measuring import ensure_profile
 from tuner.recommendation import Recommendation
 from tuner.tune import store
 
@@ -160,29 +157,6 @@ def test_it_trains_the_experiment(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_launches")
-def test_it_is_one_leg_of_a_session_step_by_step(tmp_path: Path) -> None:
-    """Losses of every rank and step, warm-up too, held-out loss, plan and parameters at the end: those of ``fleetbench real``."""
-    path, script = tmp_path / "e.toml", tmp_path / "tell.py"
-    path.write_text(SESSION)
-    script.write_text(TELL)
-    launch_script(2, [str(script), str(path), str(tmp_path / "part")], log_dir=tmp_path / "log", echo=lambda _: None)
-    parts = [json.loads((tmp_path / f"part.{rank}").read_text()) for rank in range(2)]
-    experiment = Experiment.load(path)
-    leg = Leg(strategy=experiment.strategy, steps=12, warmup_steps=3, start="initial", evaluate=True)
-    with Session(experiment) as session:
-        expected = session.run(leg)
-        other = session._parts(leg, None)
-    found = {(step["record"]["rank"], step["record"]["step"]): step["record"]["loss"] for part in parts for step in part["steps"]}
-    assert found == {(rank, step): loss for rank, step, loss in expected.steps[["rank", "step", "loss"]].itertuples(index=False)}
-    assert len(found) == 2 * 15
-    assert [part["final_loss"] for part in parts] == [expected.summary.final_loss] * 2
-    assert [step for step, _ in parts[0]["held_out"]] == [4, 8, 12]
-    assert parts[0]["plan"] == expected.plan.to_dict()
-    assert len({part["parameters"] for part in (*parts, *other)}) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_launches")
 def test_a_leg_of_an_experiment_is_a_leg_of_a_script(tmp_path: Path) -> None:
     """The experiment written as a loop with the four lines: equal losses of every rank and step, plans and parameters of three legs."""
     path, script = tmp_path / "e.toml", tmp_path / "loop.py"
@@ -239,25 +213,3 @@ def test_auto_trains_as_the_tuning_of_the_experiment_has_stored(tmp_path: Path, 
     done = run_python(["-m", "real.workloads.train", path, "strategy.auto=true"], tmp_path)
     assert done.code == 0, done.out
     assert re.search("nccl_comm_num +2", done.out), done.out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_launches", "short_profiles")
-def test_what_a_tuning_of_a_registry_model_stores_is_that_models(tmp_path: Path) -> None:
-    """Its profile names the parameters as the model does."""
-    path = tmp_path / "e.toml"
-    path.write_text(SESSION)
-    store(ensure_profile(Experiment.load(path, ["tune.thread_num=[1]"]), tmp_path), FOUND, tmp_path / "runs")
-    key = model_key(build_model("digits_mlp", {}, "float32", 0), trainers=2, trainers_per_node=2, device=torch.device("cpu"))
-    assert DistributedStrategy.load(tmp_path / "runs" / "recommended" / f"{key}.toml") == STORED
-
-
-def test_a_table_of_layers_is_refused(tmp_path: Path) -> None:
-    """Nothing is computed by it; exit code 2, without a traceback."""
-    path = tmp_path / "e.toml"
-    layers = '[{ name = "a", params = 1, forward = "1 ms", backward = "1 ms" }]'
-    path.write_text(f'schema = 1\n[workload]\nmodel = "layers"\nlayers = {layers}\n')
-    done = run_python(["-m", "real.workloads.train", path], tmp_path)
-    assert done.code == 2
-    assert "error: workload.model" in done.out
-    assert "Traceback" not in done.out
