@@ -249,12 +249,12 @@ def test_gradient_noise_is_that_of_the_first_try() -> None:
 
         def run_profile(self, _leg: Leg) -> list[dict[str, object]]:
             """Of two ranks."""
-            return [{"gradient_noise": {"steps": 10, "scale": float(next(tries)), "drift": 0.1}}] * 2
+            return [{"gradient_noise": {"steps": 10, "scale": float(next(tries))}}] * 2
 
     legs = profile_legs.Legs(Busy(), 1.0, lambda: None)  # type: ignore[arg-type]  # so much of it
     assert legs.layers(PLAIN)[0]["gradient_noise"]["scale"] in (1.0, 2.0, 3.0)
     assert next(tries, None) is None
-    assert legs.noise == {"steps": 10, "scale": 1.0, "drift": 0.1}
+    assert legs.noise == {"steps": 10, "scale": 1.0}
 
 
 @pytest.mark.parametrize("unused", [False, True])

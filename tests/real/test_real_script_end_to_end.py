@@ -112,7 +112,7 @@ def test_the_profile_is_what_sim_runs_with(session: ScriptSession, tmp_path: Pat
     assert table.read > 0
     assert taken.profile.communication is not None
     assert taken.profile.gradient_noise is not None
-    assert taken.profile.gradient_noise.drift > 0
+    assert taken.profile.gradient_noise.steps > 0
     assert taken.profile.gradient_noise.batch_size == 2 * taken.experiment.workload.batch_size
     assert taken.profile.memory is not None
     assert taken.profile.memory.optimizer_state == taken.profile.memory.parameters
