@@ -154,22 +154,14 @@ def _batch(tool: str, lines: Sequence[str]) -> str | None:
 
 
 def _sysctl(lines: Sequence[str]) -> str | None:
-    """Write settings of this network namespace; return the reason if one was refused.
-
-    Of alternatives (``a|b``), the first that the kernel accepts counts.
-    """
-    reason = None
+    """Write settings of this network namespace; return the reason if one was refused."""
     for line in lines:
-        for choice in line.split("|"):
-            name, _, value = choice.partition("=")
-            try:
-                Path("/proc/sys", name).write_text(value, encoding="ascii")
-            except FileNotFoundError:
-                if "ipv6" in name:  # off in a kernel without it
-                    break
-                reason = f"{name}: no such setting"
-            except OSError as error:
-                reason = f"{choice}: {error.strerror}"
-            else:
-                break
-    return reason
+        name, _, value = line.partition("=")
+        try:
+            Path("/proc/sys", name).write_text(value, encoding="ascii")
+        except FileNotFoundError:
+            if "ipv6" not in name:  # off in a kernel without it
+                return f"{name}: no such setting"
+        except OSError as error:
+            return f"{line}: {error.strerror}"
+    return None

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from sim_cases import with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Profile, compute_key, table_for
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import ONE
 from real.emulated.model import EmulatedModel, EmulatedOptimizer, gradient_value
 from real.emulated.pace import Pace
 from real.job.session import Session
-from real.profile import measuring
-from real.supported import refuse_unsupported
 
 MS = 1_000_000
 OVERSHOOT = 200_000
@@ -180,23 +175,6 @@ def test_a_host_that_runs_ahead_hides_its_work_between_steps(host_ms: int) -> No
     assert [after - before for before, after in itertools.pairwise(ends)] == [12 * MS + max(0, host_ms * MS + OVERSHOOT - 4 * MS)] * 3
 
 
-@pytest.mark.parametrize(("waited_ns", "counts"), [(7 * MS, True), (OVERSHOOT, True), (50_000, False)])
-def test_waits_for_other_trainers_are_not_hidden(waited_ns: int, *, counts: bool) -> None:
-    """A step ends 12 ms after the wait's end, whatever the host does meanwhile; a wait for what was there already is work of the host's."""
-    host = Host()
-    pace = host.pace(lead_ns=4 * MS)
-    pace.begin()
-    pace.finish(12 * MS)
-    before = host.now_ns
-    host.pass_time(waited_ns)
-    pace.stalled(before, host.now_ns)
-    free = host.now_ns if counts else before - OVERSHOOT
-    host.pass_time(2 * MS)
-    pace.begin()
-    pace.finish(12 * MS)
-    assert host.now_ns == free + 12 * MS + OVERSHOOT
-
-
 def test_gradients_differ_by_rank_and_parameter_and_are_handed_over_without_a_copy() -> None:
     """Rank r's gradient at place i holds (r + 1) (i mod 7 + 1); ``.grad`` lies in memory that stays the same in every step."""
     model = EmulatedModel(equal_layers(9, 0, 0), rank=2)
@@ -212,29 +190,6 @@ def test_gradients_differ_by_rank_and_parameter_and_are_handed_over_without_a_co
         model.zero_grad()
     assert places[0] == places[1]
     assert len(set(places[0])) == 9
-
-
-@pytest.mark.parametrize(
-    ("table", "match"),
-    [
-        (table_of([layer("a", {}, 1, 1)]), "no gradient"),
-        (table_of([layer("a", {"a.w": (1, 1), "a.v": (0, 1)}, 1, 1), layer("b", {"a.w": (1, 1)}, 1, 1)]), "two gradients"),
-        (table_of([layer("forward", {"forward.w": (1, 1)}, 1, 1)]), "another name"),
-        (table_of([layer("a", {"a.w": (1, 1)}, 1, 1), layer("a.w", {"a.w.v": (1, 1)}, 1, 1)]), "another name"),
-        (table_of([layer("a", {"a.": (1, 1)}, 1, 1)]), "another name"),
-        (
-            table_of(
-                [Layer(name="e", gradients=(Gradient(name="e.w", numel=4, sparse=True, ready=Nanoseconds(1)),), forward=1, backward=1)]
-            ),
-            "sparse",
-        ),  # type: ignore[arg-type]  # integers are decoded
-    ],
-)
-def test_tables_that_no_model_can_be_are_refused(table: LayerTable, match: str) -> None:
-    """Each with the reason and a hint."""
-    with pytest.raises(ConfigError, match=match) as error:
-        EmulatedModel(table)
-    assert error.value.hint
 
 
 def _optimizer(model: EmulatedModel, host: Host, **options: Any) -> EmulatedOptimizer:
@@ -259,7 +214,6 @@ def test_an_update_takes_its_time_and_moves_first_elements() -> None:
 
 
 LAYERS = [{"name": "block", "params": 100, "forward": "1 ms", "backward": "2 ms", "repeat": 3}]
-CURVE = {"start": 2.0, "floor": 0.1, "half_life": "10 steps"}
 
 
 def emulated(**parts: dict[str, Any]) -> Experiment:
@@ -293,44 +247,3 @@ def test_what_needs_real_numbers_is_refused_before_anything_starts(parts: dict[s
     with pytest.raises(ConfigError, match=match) as error:
         Session(emulated(**parts))
     assert error.value.hint
-
-
-def test_a_registry_model_is_profiled_on_the_cpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profile is taken with real compute and without what only the emulation reads, and its key is the one that is looked for."""
-    asked: list[Experiment] = []
-
-    def take(experiment: Experiment, **_: Any) -> Profile:
-        asked.append(experiment)
-        refuse_unsupported(experiment, experiment.strategy)
-        tables = (dataclasses.replace(INTERLEAVED, key=compute_key(experiment), contention=0.3),)
-        return Profile(machine="by hand", created="2026-01-01", tables=tables)
-
-    monkeypatch.setattr(measuring, "take_profile", take)
-    experiment = emulated(workload={"model": "digits_mlp", "layers": [], "loss_curve": CURVE, "target_loss": 0.3})
-    found = measuring.ensure_profile(experiment, tmp_path)
-    assert [one.run.device for one in asked] == ["cpu"]
-    assert (found.run.device, found.workload.loss_curve, found.workload.target_loss) == ("emulated", experiment.workload.loss_curve, 0.3)
-    assert measuring.ensure_profile(experiment, tmp_path) == found
-    assert len(asked) == 1
-    Session(found)
-
-
-def test_an_emulated_device_sleeps_by_what_either_device_was_measured_to_take() -> None:
-    """The CPU's table goes before a CUDA device's; neither holds what communication takes from real compute; others are refused."""
-    experiment = Experiment.from_dict({"run": {"device": "emulated"}})
-    tables = {
-        device: dataclasses.replace(INTERLEAVED, key=compute_key(experiment, device=device), update=Nanoseconds(took), contention=0.3)
-        for device, took in (("cpu", 1), ("cuda", 2))
-    }
-
-    def found(*devices: str) -> LayerTable:
-        return table_for(with_profile(experiment, Profile(machine="m", created="d", tables=tuple(tables[device] for device in devices))))
-
-    assert [found("cuda", "cpu").update, found("cuda").update] == [1, 2]
-    assert found("cuda") == dataclasses.replace(tables["cuda"], contention=0.0)
-    real = Experiment.from_dict({"run": {"device": "cpu"}})
-    assert compute_key(real) == compute_key(experiment)
-    both = Profile(machine="m", created="d", tables=tuple(tables.values()))
-    assert table_for(with_profile(real, both)).contention == 0.3
-    with pytest.raises(ConfigError, match="holds no layer table"):
-        table_for(with_profile(Experiment.from_dict({"workload": {"batch_size": 7}, "run": {"device": "emulated"}}), both))

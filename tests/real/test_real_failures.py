@@ -25,8 +25,8 @@ from real.processes.failures import CollectiveFailed, Failures, is_of_peers, lea
 
 RANKS = Path(__file__).with_name("failing_ranks.py")
 CASES = (
-    *("no_fault", "raised", "refused", "exited", "far_apart", "swallowed", "swallowed_norm", "slow_save"),
-    *("preempted", "late_evaluation", "late_without_group", "left_early"),
+    *("no_fault", "raised", "refused", "exited", "far_apart", "swallowed", "slow_save"),
+    *("preempted", "late_evaluation", "left_early"),
 )
 SOON_S = 35.0
 """By then every rank has ended: all start at the same time on two cores, and the timeout of a collective is 120 s."""
@@ -47,7 +47,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("case", ["no_fault", "slow_save", "late_evaluation", "late_without_group"])
+@pytest.mark.parametrize("case", ["no_fault", "slow_save", "late_evaluation"])
 def test_without_a_failure_both_ranks_end_well(ended: dict[str, list[dict[str, Any]]], case: str) -> None:
     """Also where a save, or what one rank does alone at the end, takes longer than the timeout, while that rank answers."""
     assert [rank["code"] for rank in ended[case]] == [0, 0], ended[case]
@@ -85,11 +85,10 @@ def test_a_rank_that_left_early_is_named_and_does_not_end_well(ended: dict[str, 
     assert "rank 1 has ended while others still train" in ended["left_early"][0]["text"]
 
 
-@pytest.mark.parametrize("case", ["swallowed", "swallowed_norm"])
-def test_no_rank_whose_collective_broke_ends_with_success(ended: dict[str, list[dict[str, Any]]], case: str) -> None:
+def test_no_rank_whose_collective_broke_ends_with_success(ended: dict[str, list[dict[str, Any]]]) -> None:
     """Although the script takes the error for nothing, and both ranks come to its end."""
-    assert all(rank["code"] not in (0, -signal.SIGKILL) for rank in ended[case]), ended[case]
-    assert "rank 0 lost the others at step 3: " in ended[case][0]["text"]
+    assert all(rank["code"] not in (0, -signal.SIGKILL) for rank in ended["swallowed"]), ended["swallowed"]
+    assert "rank 0 lost the others at step 3: " in ended["swallowed"][0]["text"]
 
 
 @pytest.mark.usefixtures("forked_launches")
@@ -177,13 +176,6 @@ def test_a_rank_that_waits_for_one_that_never_joins_is_not_to_blame(tmp_path: Pa
     with pytest.raises(RuntimeError) as caught:
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.1))
     assert is_of_peers(caught.value)
-
-
-def test_what_breaks_outside_a_collective_is_left_alone(ranks: list[Failures]) -> None:
-    """Nothing has failed, and a rank may end well."""
-    with pytest.raises(ValueError, match="odd"), ranks[0].broken():
-        raise ValueError("odd")
-    assert not ranks[0].has_failed
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,26 +178,6 @@ def test_bad_lines_are_named(text: str | bytes | None, where: str, match: str, i
     assert caught.value.hint
     assert f"{tmp_path}/train.txt" in str(caught.value)
     assert where in str(caught.value)
-
-
-def test_a_file_that_is_no_picture_is_named(images: Path, tmp_path: Path) -> None:
-    """While training as well as in the held-out split, which the driver decodes, whole files and truncated ones."""
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        Image.new("RGB", (40, 40)).save(tmp_path / split / "0.jpg")
-        (tmp_path / f"{split}.txt").write_text("0.jpg 0\n")
-    workload = _workload(tmp_path)
-    prepare(workload, 0, tmp_path / "data")
-    sampler = replace(_sampler(batch_size=1, trainers=1), num_samples=1)
-    broken: list[bytes] = [b"no picture", (images / "train/of one/0 é.JPEG").read_bytes()[:-60]]
-    for content in broken:
-        (tmp_path / "train/0.jpg").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"cannot be decoded.*train/0\.jpg") as caught:
-            _reader(tmp_path / "data", tmp_path, sampler).batch(0)
-        assert caught.value.hint
-    (tmp_path / "val/0.jpg").write_bytes(broken[0])
-    with pytest.raises(ConfigError, match=r"val\.txt:1: cannot be decoded"):
-        prepare(workload, 0, tmp_path / "data")
 
 
 def test_decoding_threads_read_the_same_and_end_with_the_reader(prepared: Path, images: Path) -> None:

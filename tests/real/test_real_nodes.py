@@ -3,41 +3,12 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
 from real.processes import joining
 from real.processes.joining import interface_towards, is_loopback, own_among
-from real.processes.roles import Role
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "visible", "launcher", "backend"),
-    [
-        (0, None, "torchrun", "gloo"),
-        (1, None, "torchrun", "gloo"),
-        (1, "1", "slurm", "nccl"),
-        (2, None, "torchrun", "nccl"),
-        (2, None, "none", "gloo"),
-    ],
-    ids=["no device", "one device for two", "each sees its own", "a device each", "started alone"],
-)
-def test_nccl_carries_trainers_that_have_a_device_each(
-    monkeypatch: pytest.MonkeyPatch, num_devices: int, visible: str | None, launcher: str, backend: str
-) -> None:
-    """The others meet on gloo, wherever their tensors are."""
-    asked: list[str] = []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: num_devices > 0)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: asked.append(backend))
-    role = Role(kind="trainer", rank=0, trainers=2, trainers_per_node=2, launcher=launcher)  # type: ignore[arg-type]  # a parameter's
-    joining.join(role, timedelta(seconds=1))
-    assert asked == [backend]
 
 
 def test_the_interface_towards_an_address() -> None:

@@ -16,9 +16,8 @@ from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
 from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import Bytes, Nanoseconds
-from fleetbench.result import RunResult, step_s_of
-from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
-from real.leg import Leg
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
 from real.profile import measuring as profile_legs
 from real.profile.costs import (
     closing,
@@ -33,7 +32,6 @@ from real.profile.costs import (
     starts_of,
     with_averaging,
 )
-from sim.many.objective import StepTime
 from sim.run import simulate
 
 US = 1_000
@@ -192,24 +190,6 @@ def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(
     assert found.merge == pytest.approx(5 * MS, rel=0.005)
 
 
-ROUNDS = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
-
-
-@pytest.mark.parametrize("order", [(PLAIN, ROUNDS), (ROUNDS, PLAIN)])
-def test_a_search_prices_both_kinds_of_steps_as_simulations_do(order: tuple[DistributedStrategy, ...]) -> None:
-    """Whichever is asked for first. By hand, a round of four: 4 x 83.2 ms of compute, 6 ms to resume, and its exchange."""
-    given = experiment(steps=42)
-    costs = table(local_compute=0.8, resume=Nanoseconds(6 * MS))
-    communication = Communication(backend="gloo", trainers=2, link=link(1, 200 * US))
-    profile = Profile(machine="", created="", tables=(costs,), communication=communication)
-    step_s = StepTime(with_profile(given, profile))
-    found = {strategy: step_s(strategy) for strategy in order}
-    for strategy in order:
-        assert found[strategy] == pytest.approx(step_s_of(simulate(with_profile(given.replace(strategy=strategy), profile))), rel=1e-9)
-    exchange_s = 400e-6 + 4 * sum(SIZES) * 8e-9
-    assert found[ROUNDS] == pytest.approx(0.0832 + (0.006 + exchange_s) / 4, rel=0.01)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -236,25 +216,6 @@ def test_quantising_costs_what_it_was_given(run: Callable[..., RunResult], optim
     assert {operation.wire_dtype for operation in quantised.plan.exchange} == {"int8"}
     points = points_of(run(profile_legs.whole(PLAIN)), run(profile_legs.queued(PLAIN, "sgd")))
     assert quantising(quantised, fit_points(points, 2)) == pytest.approx(given, rel=0.01, abs=0.1 * MS)
-
-
-def test_gradient_noise_is_that_of_the_first_try() -> None:
-    """Where the machine was busy, layers are measured again, by trainers that have drifted apart in the meantime."""
-    tries = iter(range(1, 4))
-
-    class Busy:
-        """A session on a machine that is never quiet."""
-
-        foreign_cores = 1.0
-
-        def run_profile(self, _leg: Leg) -> list[dict[str, object]]:
-            """Of two ranks."""
-            return [{"gradient_noise": {"steps": 10, "scale": float(next(tries))}}] * 2
-
-    legs = profile_legs.Legs(Busy(), 1.0, lambda: None)  # type: ignore[arg-type]  # so much of it
-    assert legs.layers(PLAIN)[0]["gradient_noise"]["scale"] in (1.0, 2.0, 3.0)
-    assert next(tries, None) is None
-    assert legs.noise == {"steps": 10, "scale": 1.0}
 
 
 @pytest.mark.parametrize("unused", [False, True])

@@ -15,14 +15,12 @@ import torch
 from processes import Arrays, run_ranks
 from torch import nn
 
-from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import LayerTable
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
 from real.communication.communicators import Communicators, collective_errors
 from real.compute.compiled import apply_compiled
 from real.layer_times import LayerClock, LayerTimes, Measured, ProfileLeg, table_of
 from real.leg import Leg
-from real.profile.measuring import searched_threads
 
 pytestmark = pytest.mark.alone
 
@@ -253,15 +251,3 @@ class TestTwoRanks:
         assert np.abs(first["plain/statistics"] - second["plain/statistics"]).max() > 1e-2
         for name in ("plain", "synchronised"):
             assert np.abs(first[f"{name}/weight"] - second[f"{name}/weight"]).max() > 1e-4
-
-
-@pytest.mark.parametrize(("own", "cores", "counts"), [(1, 1, (1,)), (3, 4, (1, 2, 3)), (1, 7, (1, 2, 4)), (2, 0, (2,))])
-def test_threads_are_those_of_a_tuning_for_which_there_are_cores(
-    monkeypatch: pytest.MonkeyPatch, own: int, cores: int, counts: tuple[int, ...]
-) -> None:
-    """With the strategy's own among them, of two trainers of a node; synchronised batch norm goes with one alone."""
-    monkeypatch.setattr("os.cpu_count", lambda: 2 * cores)
-    file = {"cluster": {"trainers_per_node": 2}, "strategy": {"thread_num": own}, "tune": {"thread_num": [1, 2, 4] if own == 1 else [1, 2]}}
-    experiment = Experiment.from_dict(file)
-    assert searched_threads(experiment) == counts
-    assert searched_threads(experiment.replace(strategy=DistributedStrategy(sync_batch_norm=True))) == (1,)

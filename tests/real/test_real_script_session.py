@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -20,8 +17,7 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
-from real.job import launch, script_session
-from real.job.launch import CommandLaunch, started_with
+from real.job import script_session
 from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
@@ -145,43 +141,6 @@ def test_pairs_are_of_several_launches(script: Open, notes: Path, monkeypatch: p
     assert {line.count("leg12") for line in launches(notes)[-found:]} == {6 // found}
 
 
-def test_a_pair_is_cut_to_what_a_launch_carries(script: Open) -> None:
-    """Of 41 steps each of two legs of 32 gets twenty, two of them warm-up, which is noted once; shorter ones and too short shares stay."""
-    session = script()
-    pair = [leg(DEFAULT, steps=30), leg(SMALL, steps=30)]
-    session.together(pair)
-    assert session._fitted(pair[0]) == pair[0], "nobody knows yet how many there are"
-    session.capacity = 41
-    for _ in range(2):
-        session.together(pair)
-        assert [session._fitted(one) for one in pair] == [leg(DEFAULT, steps=18), leg(SMALL, steps=18)]
-    assert session.notes == ["the legs of a pair were cut to 20 steps with their warm-up: a launch of the script has 41"]
-    short = script()
-    short.capacity = 9
-    short.together(pair)
-    assert short._fitted(pair[0]).steps == 7, "a share would be four steps, two of them warm-up: too few"
-    assert short.notes == []
-    whole = script()
-    whole.capacity = 64
-    whole.together(pair)
-    assert whole._fitted(pair[0]).steps == 30
-
-
-def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every launch ends some steps before the last one did, no leg is long enough for the next."""
-    capacities = iter(range(100, 0, -10))
-
-    def started(_: Leg) -> CommandLaunch:
-        gone = {"num_steps": next(capacities), "ranks": {}, "startup_s": 0.0, "held_s": 0.0, "output": Path()}
-        return cast("CommandLaunch", SimpleNamespace(**gone, run=lambda *_: {}, kill=lambda: None))
-
-    session = script()
-    monkeypatch.setattr(session, "_launch_for", started)
-    with pytest.raises(LegLost, match="each time after another number of steps") as caught:
-        session._run(leg())
-    assert "tune.leg_steps" in (caught.value.hint or "")
-
-
 def test_a_leg_is_cut_to_what_the_script_has(script: Open, notes: Path) -> None:
     """A leg longer than the whole script is as long as the script; one step of warm-up and two are no leg."""
     with script("*:*:total=40") as session:
@@ -255,43 +214,3 @@ def test_a_loss_that_is_no_number_is_named_among_layer_times(script: Open) -> No
         assert "the workers' output: " in caught.value.hint
         assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
         assert session._num_launches == 2
-
-
-@pytest.mark.slow
-def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the timeout, with the step at which it fell silent."""
-    monkeypatch.setattr(launch, "_MARGIN_S", 0.2)
-    base = Experiment.from_dict({"run": {"timeout": "1 s"}})
-    begin_s = time.monotonic()
-    seen: set[tuple[int, int]] = set()
-    with (
-        script("*:1:hangs", "1:0:hangs", base=base) as session,
-        pytest.raises(LegLost, match="stopped answering at step 5") as caught,
-    ):
-        session.run(leg(), lambda done, total: seen.add((done, total)))
-    assert "run.timeout" in (caught.value.hint or "")
-    assert time.monotonic() - begin_s < 15
-    assert (3, 10) in seen, "two of a leg's first five steps are warm-up"
-
-
-def test_the_scripts_own_configuration_error_is_handed_on(script: Open) -> None:
-    """In the first leg it is the user's to mend."""
-    with pytest.raises(ConfigError, match="is refused here"), script("*:0:config"):
-        pass
-
-
-def test_nothing_is_left_of_a_session_that_fails(script: Open) -> None:
-    """An exception of the driver's own ends the command, and its folder goes."""
-    folders: list[Path] = []
-
-    def fail() -> None:
-        with script() as session:
-            folders.append(session._folder)
-            assert started_with(session._folder / "1")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    (folder,) = folders
-    assert not folder.exists()
-    assert not started_with(folder / "1")

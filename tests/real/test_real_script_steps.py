@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -158,23 +157,6 @@ def test_metrics_go_to_a_leg_that_looks_for_the_target(stage: Stage) -> None:
     with pytest.raises(SystemExit):
         stage.step()
     assert stage.driver.parts(1)[0]["metrics"] == {"acc": [[0, 0.75], [1, 0.125]]}
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_schedules_and_the_step_get_along(stage: Stage, *, before: bool) -> None:
-    """A learning-rate schedule, made before or after, neither warns nor loses a step, and the step returns what it returns."""
-    stage.order(0, 9)
-    optimizer = stage.site.optimizer
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if before else None
-        stage.begin()
-        schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(2):
-            assert stage.site.optimizer.step(lambda: 3.0) == 3.0
-            schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-    assert stage.log.count("step of 0") == 2
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,9 +18,7 @@ import torch.distributed as dist
 from processes import run_each_end, run_python, run_scripts, server_of_tests
 
 from fleetbench.errors import WorkerFailed
-from real.communication import communicators
 from real.processes.joining import own_part
-from real.processes.roles import role_among
 
 LINES = """
 model = fleet.distributed_model(torch.nn.Linear(4, 1))
@@ -157,72 +153,6 @@ def test_an_error_of_a_spawned_rank_is_the_one_that_its_parent_raises(spawned: P
     assert "Process 2 terminated with the following error" in ended.out
     assert "ValueError: the third layer is odd" in ended.out
     assert "left early" not in ended.out
-
-
-def test_places_follow_from_the_hosts_of_all_ranks() -> None:
-    """Counted by hand: two nodes of two ranks, and ranks that alternate between nodes, which are no hierarchy."""
-    neighbours = [role_among(["a", "a", "b", "b"], rank) for rank in range(4)]
-    assert [(role.rank, role.trainers, role.local_rank, role.trainers_per_node) for role in neighbours] == [
-        (0, 4, 0, 2),
-        (1, 4, 1, 2),
-        (2, 4, 0, 2),
-        (3, 4, 1, 2),
-    ]
-    alternating = [role_among(["a", "b", "a"], rank) for rank in range(3)]
-    assert [(role.local_rank, role.trainers_per_node) for role in alternating] == [(0, None), (0, None), (1, None)]
-
-
-Visible = Callable[[int, int], int]
-"""Which GPU a rank calls by a number."""
-
-
-def _taken(patch: pytest.MonkeyPatch, current: list[int], num: int, visible: Visible, *, is_set: bool) -> list[int]:
-    """The GPU that each rank of a node takes."""
-    number_of = {"gpu-set": current, "gpu-placed": [rank % num for rank in range(len(current))]}
-    taken = []
-    patch.setattr("torch.cuda.is_available", lambda: True)
-    patch.setattr("torch.cuda.device_count", lambda: num)
-    patch.setattr("torch.cuda.set_device", lambda _: None)
-    for rank, own in enumerate(current):
-
-        def properties(number: int, rank: int = rank) -> SimpleNamespace:
-            return SimpleNamespace(uuid=visible(rank, number))
-
-        def gathered(name: str, text: str, rank: int = rank) -> list[str]:
-            begin = text.removesuffix(str(visible(rank, number_of[name][rank])))
-            return [f"{begin}{visible(other, number)}" for other, number in enumerate(number_of[name])]
-
-        patch.setattr("torch.cuda.current_device", lambda own=own: own)
-        patch.setattr("torch.cuda.get_device_properties", properties)
-        patch.setattr(communicators, "texts_of_store", gathered)
-        taken.append(visible(rank, communicators.nccl_device(rank, is_set=is_set).index))
-    return taken
-
-
-def _all(_rank: int, number: int) -> int:
-    return number
-
-
-def _own(rank: int, number: int) -> int:
-    return rank + number
-
-
-@pytest.mark.parametrize(
-    ("current", "num", "visible", "is_set", "taken"),
-    [
-        ([0, 0, 0], 4, _all, False, [0, 1, 2]),
-        ([0, 0, 0], 4, _all, True, [0, 1, 2]),
-        ([3, 1, 0], 4, _all, True, [3, 1, 0]),
-        ([3, 1, 0], 4, _all, False, [0, 1, 2]),
-        ([0, 0, 0], 1, _own, True, [0, 1, 2]),
-    ],
-    ids=["launcher", "spawned", "spawned and set", "launcher and set", "each sees its own"],
-)
-def test_each_rank_of_nccl_has_a_gpu_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, current: list[int], num: int, visible: Visible, is_set: bool, taken: list[int]
-) -> None:
-    """The one that the script has set for its own process group, else the one of the rank's place on the node."""
-    assert _taken(monkeypatch, current, num, visible, is_set=is_set) == taken
 
 
 FORKING = f"""

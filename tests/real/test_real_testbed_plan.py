@@ -26,7 +26,7 @@ def rates(topology: Topology) -> dict[tuple[str, str], int]:
 
 
 def test_every_node_is_a_host_on_one_switch() -> None:
-    """Without racks: a wire each, at the declared rate; trainers of a node are on one host."""
+    """A wire each, at the declared rate; trainers of a node are on one host."""
     topology = topology_of(Cluster(nodes=3, trainers_per_node=2, inter=link(100)))
     assert rates(topology) == {("host0", "switch"): 100, ("host1", "switch"): 100, ("host2", "switch"): 100}
     assert [topology.host_of(rank) for rank in range(6)] == ["host0", "host0", "host1", "host1", "host2", "host2"]
@@ -57,23 +57,6 @@ def test_servers_listen_where_the_simulator_places_them() -> None:
         assert topology.server_endpoints == tuple(f"10.77.0.{host + 1}:6170" for host in hosts)
         assert hosts_of(experiment).servers == hosts
         assert hosts_of(experiment).trainers == tuple(int(topology.host_of(rank).removeprefix("host")) for rank in range(3))
-
-
-def test_racks_share_an_uplink() -> None:
-    """5 nodes in racks of 2, 4 times oversubscribed: an uplink carries a quarter of its nodes' links, the last rack's one node's."""
-    cluster = Cluster(nodes=5, servers=1, inter=link(100), racks=Racks(nodes=2, oversubscription=4.0))
-    assert rates(topology_of(cluster)) == {
-        ("host0", "rack0"): 100,
-        ("host1", "rack0"): 100,
-        ("host2", "rack1"): 100,
-        ("host3", "rack1"): 100,
-        ("host4", "rack2"): 100,
-        ("host5", "core"): 100,  # a parameter server is in no rack
-        ("rack0", "core"): 50,
-        ("rack1", "core"): 50,
-        ("rack2", "core"): 25,
-    }
-    assert topology_of(cluster).slowest_bps == 25 * MBIT
 
 
 SITES = (Site(nodes=1, up=link(50, 20_000), down=link(40, 10_000)), Site(nodes=2, up=link(30, 2_000)))
@@ -108,18 +91,13 @@ def test_a_message_between_sites_takes_the_latencies_of_both_in_addition() -> No
     assert late == {("host0", "host1"): 1 + 20 + 2, ("host2", "host0"): 1 + 2 + 10, ("host1", "host2"): 1, ("host0", "core"): 1}
 
 
-def test_racks_of_sites_are_not_built() -> None:
-    """The simulator has both."""
-    with pytest.raises(ConfigError, match="racks or sites"):
-        topology_of(Cluster(nodes=3, inter=link(100), sites=SITES, racks=Racks(nodes=1, oversubscription=2.0)))
-
-
 @pytest.mark.parametrize(
     ("cluster", "match"),
     [
         (Cluster(nodes=2), "cluster.inter"),
         (Cluster(nodes=2, inter=link(10), node_overrides=(NodeOverride(nodes=(1,), slowdown=2.0),)), r"node_overrides\[0\].slowdown"),
         (Cluster(nodes=70_000, inter=link(10)), "cluster.nodes"),
+        (Cluster(nodes=3, inter=link(10), racks=Racks(nodes=1, oversubscription=2.0)), "cluster.racks"),
     ],
 )
 def test_what_is_no_link_is_refused(cluster: Cluster, match: str) -> None:
@@ -144,15 +122,6 @@ def test_what_cannot_be_built_is_listed() -> None:
     assert names == ["cluster.inter.latency", "cluster.node_overrides[1].inter.latency", *inherent]
     assert [entry["what"] for entry in unrealised(cluster, latency=True)] == ["cluster.node_overrides[1].inter.latency", *inherent]
     assert unrealised(Cluster(nodes=2, inter=link(100)), latency=False) == []
-
-
-TOPOLOGY = topology_of(Cluster(nodes=4, inter=link(80), racks=Racks(nodes=2, oversubscription=2.0)))
-STEPS = link_shaping.build(TOPOLOGY)
-
-
-def lines(tool: str, namespace: str) -> list[str]:
-    """All lines of a tool in a namespace."""
-    return [line for step in STEPS if step.tool == tool and step.namespace == namespace for line in step.lines]
 
 
 LATE = topology_of(

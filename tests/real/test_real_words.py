@@ -16,7 +16,7 @@ from scipy.stats import chi2
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
-from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, kept_share, neighbours, subsample
+from fleetbench.workloads.data.words import Negatives, kept_share, neighbours, subsample
 from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import make_optimizer
 
@@ -79,18 +79,6 @@ def test_negatives_follow_the_unigrams_to_the_power_of_three_quarters() -> None:
     expected = law * 1_000_000
     assert drawn[-1] == 0
     assert ((drawn - expected)[:-1] ** 2 / expected[:-1]).sum() < chi2.ppf(1 - 1e-6, len(counts) - 2)
-
-
-@pytest.mark.parametrize("number", [3, 4, 5])
-def test_negatives_of_ranks_laid_end_to_end_are_the_joint_batchs(number: int) -> None:
-    """Draws depend on seed, position and place alone, whatever does not divide by what the generator gives at a time."""
-    counts = np.arange(1, 50)
-    joint = Negatives(counts, number, 3).drawn(17, 0, 21)
-    parts = [Negatives(counts, number, 3).drawn(17, 7 * rank, 7) for rank in range(3)]
-    assert np.array_equal(joint, np.concatenate(parts))
-    assert not np.array_equal(joint, Negatives(counts, number, 3).drawn(18, 0, 21))
-    assert not np.array_equal(joint, Negatives(counts, number, 4).drawn(17, 0, 21))
-    assert not np.array_equal(joint, Negatives(counts, number, 3).drawn(HELD_OUT_POSITION, 0, 21))
 
 
 def test_batches_are_pairs_with_fresh_negatives(tmp_path: Path) -> None:
