@@ -130,19 +130,7 @@ def sweep(root: Path) -> None:
     """Remove this user's folders below ``root`` whose processes have ended; those of other machines stay."""
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
-        owner = _owner(path)
-        if owner is not None and owner.shares_numbers(here) and not owner.lives():
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _owner(path: Path) -> Place | None:
-    """Return the owner of a folder.
-
-    Return ``None`` if the folder, or its owner file, is a link, another user's, or unreadable.
-    """
-    try:
-        if any(found.is_symlink() or found.lstat().st_uid != os.geteuid() for found in (path.parent, path)):
-            return None
-        return decode(json.loads(path.read_text(encoding="utf-8")), Place, str(path))
-    except (OSError, ValueError, ConfigError):
-        return None
+        with contextlib.suppress(OSError, ValueError, ConfigError):  # another user's, or damaged
+            owner = decode(json.loads(path.read_text(encoding="utf-8")), Place, str(path))
+            if path.lstat().st_uid == os.geteuid() and owner.shares_numbers(here) and not owner.lives():
+                shutil.rmtree(path.parent, ignore_errors=True)  # not a link to a folder
