@@ -53,7 +53,7 @@ def _read(path: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"not JSON: {error}", path, hint="workload.model names a config.json of Hugging Face") from None
     kind = str(config.get("model_type") if isinstance(config, dict) else None)
     if kind not in _KINDS:
-        hint = f"one of {', '.join(_KINDS)}; estimate your own script instead: fleetbench estimate --gpu H100 -- python train.py"
+        hint = f"one of {', '.join(_KINDS)}; or declare another model's layers in workload.layers"
         raise ConfigError("not a model_type that the registry has", f"{path}: model_type", repr(kind), hint)
     model, keys, required = _KINDS[kind]
     numbers = {key: config.get(key) for key in (*keys.values(), *_OPTIONAL) if key not in _OPTIONAL or config.get(key) is not None}

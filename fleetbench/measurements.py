@@ -92,9 +92,6 @@ class GradientNoise(Config):
     scale: float | None = None
     """Gradient noise scale, in joint batches of all trainers. None if it exceeds ``steps``, which is too few
     steps to measure it."""
-    drift: float
-    """Distance of trainers from their mean after these steps, as a share of the distance that the mean moved.
-    0 for one trainer."""
 
     @property
     def statement(self) -> str:
@@ -102,9 +99,7 @@ class GradientNoise(Config):
         scale = self.steps if self.scale is None else self.scale
         size = f"more than {self.steps}" if self.scale is None else f"{self.scale:.2g}"
         saved = f"{'at least ' if self.scale is None else ''}{100 * scale / (2 * (1 + scale)):.0f} % fewer updates"
-        apart = f"{self.steps} steps without an exchange moved trainers apart by {self.drift:.2g} of their common way"
-        found = f"gradient noise scale at the start: {size} joint batches, so that one twice as large would need {saved}"
-        return f"{found}; {apart}" if self.drift else found
+        return f"gradient noise scale at the start: {size} joint batches, so that one twice as large would need {saved}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from fleetbench import units
-from fleetbench.cli.options import Commands, add_command, add_command_line, add_experiment, add_json, check_writable, load_experiment
+from fleetbench.cli.options import Commands, add_command, add_experiment, add_json, check_writable, load_experiment
 from fleetbench.cli.profile import show
-from fleetbench.cli.your_script import require_script
 from fleetbench.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,37 +45,24 @@ def register(commands: Commands) -> None:
     precision = "precision of matrix products: fp32, tf32, or mixed precision fp16 or bf16; default: from strategy.amp, or fp32"
     parser.add_argument("--precision", choices=_PRECISIONS, metavar="NAME", help=precision)
     add_json(parser, "the profile")
-    add_command_line(parser)
-    parser.epilog = "After --, give a command that starts your own script with python."
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate a profile, write its folder, and print the layers and the time of a step."""
     from fleetbench.hardware import gpu_name
-    from real.estimate.script import estimate_script
     from real.estimate.step import estimate
     from real.profile.measuring import Taken
 
-    asked = {"--gpt": arguments.gpt, "--model": arguments.model, "--": arguments.command_line and " ".join(arguments.command_line)}
-    named = [(option, value) for option, value in asked.items() if value]
-    if len(named) > 1:
-        (first, value), (second, _) = named[:2]
-        raise ConfigError(f"does not go with {second}: both name a model", first, value, "drop one of them")
-    if arguments.experiment is None and named:
-        name = "script.toml" if arguments.command_line else "gpt.toml"
-        arguments.experiment = str(resources.files("fleetbench").joinpath(name))
-    if arguments.command_line:
-        require_script(arguments.command_line, arguments.workdir)
+    if arguments.gpt and arguments.model:
+        raise ConfigError("does not go with --model: both name a model", "--gpt", arguments.gpt, "drop one of them")
+    if arguments.experiment is None and (arguments.gpt or arguments.model):
+        arguments.experiment = str(resources.files("fleetbench").joinpath("gpt.toml"))
     experiment = _asked(arguments)
     check_writable(arguments.out)
     gpu = experiment.cluster.gpu if arguments.gpu is None else gpu_name(arguments.gpu, "--gpu")
     if gpu is None:
         raise ConfigError("nothing names a GPU", "--gpu", hint='add --gpu H100, or cluster.preset = "8 x 8 H100, 400G per NIC" to the file')
-    tf32 = arguments.precision == "tf32"
-    if arguments.command_line:
-        experiment, profile = estimate_script(experiment, arguments.command_line, gpu, tf32=tf32, workdir=arguments.workdir)
-    else:
-        profile = estimate(experiment, gpu, tf32=tf32)
+    profile = estimate(experiment, gpu, tf32=arguments.precision == "tf32")
     return show(Taken(experiment=experiment, profile=profile, runs={}), arguments, said(experiment, profile, gpu))
 
 

@@ -70,7 +70,7 @@ def run_lines(record: Mapping[str, Any]) -> list[str]:
     noise = record["blocks"][-1]["noise"]
     head = (
         f"testbed: {record['hosts']} hosts, links within {units.percent(record['largest_link_error'])} of what was declared; "
-        f"foreign user time {units.percent(noise['foreign_cores'])} of a core, stolen {units.percent(noise['stolen_cores'])}, "
+        f"foreign user time {units.percent(noise['foreign_cores'])} of a core, "
         f"TCP retransmits {noise['retransmits']}, timeouts {noise['timeouts']}, reorderings {noise['reorders']}, "
         f"sentinel moved {units.percent(record['sentinel_moved'], sign=True)}"
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SEPARATOR = "--"
 REGISTRY_SCRIPT = "real.workloads.train"
 """Module that trains an experiment's own workload like a user's script."""
-TAKE_A_COMMAND = ("why", "profile", "tune", "estimate", "doctor")
+TAKE_A_COMMAND = ("why", "profile", "tune", "doctor")
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """Workload fields that may be set. The script decides the others, such as model and data."""
 _MOST_ENTRIES = 100_000

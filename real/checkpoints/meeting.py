@@ -16,22 +16,17 @@ from real.communication.communicators import collective_errors
 from real.processes.failures import Failures
 
 _WRITING = timedelta(minutes=30)
-"""Timeout for a trainer that answers while it writes: file systems may be slow."""
-
-_ANSWER_S = 10.0
-"""Seconds within which a trainer must answer that it is alive; a busy one may be slow."""
+"""Timeout while a trainer may write, or evaluate at its script's end."""
 
 
 class Meeting:
     """A meeting of all trainers. Each creates it at the same point and calls its methods in the same order.
 
-    ``timeout`` limits how long trainers wait for each other. If ``failures`` can ask them and all answer, they keep
-    waiting, because one of them is writing.
+    ``timeout`` limits how long trainers wait for each other, except while one may write.
     """
 
     def __init__(self, timeout: timedelta, failures: Failures | None = None) -> None:
         self._timeout = timeout
-        self._answer_s = min(timeout.total_seconds(), _ANSWER_S)
         self._failures = failures
         self._group = dist.new_group(backend="gloo", timeout=_WRITING, group_desc="meeting")
         # A separate group, so that a trainer that leaves does not seem to agree.
@@ -55,35 +50,27 @@ class Meeting:
                 self._failures.announce(found)
             raise found from error
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return all trainers' integers, equally many from each, in the order of ranks."""
+    def gather(self, numbers: Sequence[int], *, writes: bool = False) -> list[list[int]]:
+        """Return all trainers' integers, equally many from each, in the order of ranks.
+
+        ``writes``: whether a trainer may come late because it writes.
+        """
         own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         if self.trainers == 1:
             return [list(numbers)]
         found = [torch.empty_like(own) for _ in range(self.trainers)]
-        self._finish(dist.all_gather(found, own, group=self._group, async_op=True))
+        self._finish(dist.all_gather(found, own, group=self._group, async_op=True), _WRITING if writes else self._timeout)
         return [tensor.tolist() for tensor in found]
 
-    def _finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective while all trainers answer."""
+    def _finish(self, work: dist.Work | None, timeout: timedelta) -> None:
         assert work is not None, "every trainer is in the group"
         with collective_errors() if self._failures is None else self._failures.broken():
-            while True:
-                try:
-                    work.wait(self._timeout)
-                except RuntimeError:
-                    if not work.is_completed() and (self._failures is None or self._failures.absent(self._answer_s)):
-                        raise
-                    if work.is_completed():
-                        work.wait()  # raises again, unless it has succeeded
-                        return
-                else:
-                    return
+            work.wait(timeout)
 
     def leave(self) -> None:
-        """Wait at exit for the others to reach theirs, while all answer; one may still evaluate or save."""
+        """Wait at exit for the others to reach theirs; one may still evaluate or save."""
         if self.trainers > 1:
-            self._finish(self._exit_group.barrier())
+            self._finish(self._exit_group.barrier(), _WRITING)
 
     def texts(self, text: str) -> list[str]:
         """Return all trainers' texts, in the order of ranks."""
@@ -110,7 +97,7 @@ class Meeting:
             yield
         except Exception as found:  # noqa: BLE001  # raised again after the others know
             error = found
-        failed = [rank for rank, (fails,) in enumerate(self.gather([int(error is not None)])) if fails]
+        failed = [rank for rank, (fails,) in enumerate(self.gather([int(error is not None)], writes=True)) if fails]
         if error is not None:
             raise error
         if failed:

@@ -158,17 +158,6 @@ class StepEstimate:
         moved = (5 if self._strategy.scales_loss else 3) * self._memory["gradients"] + 2 * self._memory["optimizer_state"]
         self._update_ns = round(1e9 * self._roofline.update_s(moved))
 
-    def _uneven_vocabularies(self) -> list[str]:
-        """Return a warning for each output layer whose vocabulary is not a multiple of 8.
-
-        In 16 bits, the rows of its product are not aligned to 16 bytes.
-        """
-        modules, half = list(self._model.modules()), self._strategy.amp
-        ends = {each.out_features for each in modules if isinstance(each, nn.Linear) and (half or each.weight.dtype.itemsize == 2)}
-        sizes = sorted(ends & {each.num_embeddings for each in modules if isinstance(each, nn.Embedding)})
-        slower = "a vocabulary of {:,} is not a multiple of 8: tensor cores are slower. HINT: pad it to {:,}, or to {:,}, a multiple of 64"
-        return [slower.format(size, -(-size // 8) * 8, -(-size // 64) * 64) for size in sizes if size % 8]
-
     def _model_flops(self) -> ModelFlops | None:
         """Return the FLOPs of forward and backward without recompute; ``None`` for a model without products."""
         forward = [one for one in self.recorder.operations[: self._clock.forward_end] if one.model_flops]
@@ -199,7 +188,7 @@ class StepEstimate:
             memory=Memory(**held, peak=Bytes(sum(held.values()))),
             flops=self._model_flops(),
             estimated=half_width(self._name),
-            notes=(f"matrix products in {precision}; reading data and starting collectives take no time", *self._uneven_vocabularies()),
+            notes=(f"matrix products in {precision}; reading data and starting collectives take no time",),
         )
 
 

@@ -139,7 +139,6 @@ def _meet(role: Role, shared: Path | None) -> Path:
 
     From then on, a rank that torchrun has started ends with torchrun's agent.
     """
-    import torch
     import torch.distributed as dist
 
     from real.processes.joining import join
@@ -152,14 +151,12 @@ def _meet(role: Role, shared: Path | None) -> Path:
         if role.rank == 0:
             store.set("folder", str(shared))
         path = Path(store.get("folder").decode())
-        sees = torch.tensor([int((path / "driver.json").is_file())])
-        dist.all_reduce(sees, op=dist.ReduceOp.MIN)
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         hint = "fleetbench doctor on each node lists its interfaces; gloo takes that of the host name, or the one in GLOO_SOCKET_IFNAME"
         raise EnvironmentLacks("the job's processes did not meet", f"rank {role.rank}", reason, hint) from error
-    if not int(sees):
+    if not (path / "driver.json").is_file():
         raise EnvironmentLacks("not every node sees the folder", "--out", str(path), "give one on a disk that all nodes share")
     return path

@@ -26,7 +26,6 @@ from fleetbench.errors import ConfigError, WorkerFailed
 if TYPE_CHECKING:
     from real.job.folder import Beat
 
-OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
 STOPPED = "was stopped and did not answer, until it was killed"
 """Part of an error about a process that only SIGKILL ended."""
 NOTE_PATH = "FLEETBENCH_FAILURE_NOTE"
@@ -59,10 +58,7 @@ class Failure:
 
     rank: int
     what: str
-    """Description, such as ``failed at step 3: ValueError: the third layer is odd``; empty in a roll call."""
-    own: bool
-    """Whether the error is the rank's own; false if a collective broke, which is usually another rank's
-    fault."""
+    """Description, such as ``failed at step 3: ValueError: the third layer is odd``."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.what}"
@@ -142,7 +138,7 @@ def diagnose(
 ) -> LegFailed | ConfigError:
     """Return the error that names the rank to blame.
 
-    A worker's ``ConfigError`` is returned as it was. Otherwise, a rank that ran out of memory comes first.
+    A worker's ``ConfigError`` is returned as it was.
 
     Args:
         exit_codes: Exit codes, by rank, of ranks that ended before any was told to; negative for a signal.
@@ -157,9 +153,6 @@ def diagnose(
             what, where, value, hint = error.config
             return ConfigError(what or error.message, where, value, hint)
     hint = f"the workers' output: {log}"
-    for rank, error in sorted(errors.items(), key=lambda item: (item[1].collective, item[0])):  # other ranks repeat one rank's error
-        if any(words in error.message for words in OUT_OF_MEMORY):
-            return LegFailed(f"out of memory: {error.message.splitlines()[0]}", f"rank {rank}", None, hint)
     suspects = []
     for rank, beat in enumerate(beats):
         suspect = Suspect(name=f"rank {rank}", code=exit_codes.get(rank), is_stopped=rank in stopped, step=f" at step {beat.step}")

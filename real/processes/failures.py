@@ -1,15 +1,15 @@
 """Failures: when one rank of a script fails, all others learn it within seconds, by rank and message.
 
-A rank that waits in a collective learns of nothing before its timeout. So a rank that fails says so in a log,
-in the store at which all ranks have met, and a daemon thread of every rank reads that log.
+A rank that waits in a collective learns of nothing before its timeout. So a rank that fails says so in the store at
+which all ranks have met, and a daemon thread of every rank looks there.
 
 Life cycle: ``watching`` -> ``ended``, when all ranks leave together; or ``watching`` -> ``failed``, when this rank or
 another has failed, or a collective broke. A failed process ends after a grace period, whatever the script does, and
 never with exit code 0.
 
-An entry of the log is a failure, or a roll call; every rank that reads one answers it, so a rank that was
-killed or stopped, or whose host is gone, is known by its missing answer. Entry n is the key ``n``, rank r's
-answer ``n/r``.
+The store has one entry for the first rank that failed by itself (``failed``), and one for the first whose collective
+broke (``lost``). Every rank that reads one answers it, so a rank that was killed or stopped, or whose host is gone, is
+known by its missing answer. Rank r's answer to ``lost`` is the key ``lost/r``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -53,6 +53,8 @@ _OF_PEERS = (
 _SILENT_STORE = "the job's store does not answer: rank 0 or the launcher that keeps it is gone"
 
 Answer = TypeVar("Answer")
+_Entry = Literal["failed", "lost"]
+_ENTRIES: tuple[_Entry, ...] = ("failed", "lost")
 
 
 class CollectiveFailed(RuntimeError):  # noqa: N818  # named like ``WorkerFailed``
@@ -98,20 +100,20 @@ class Failures:
     grace_s = GRACE_S
 
     def __init__(self, store: Store, rank: int, trainers: int, *, step: Callable[[], int]) -> None:
-        self.failure: Failure | None = None
-        """First failure that this rank knows; a rank's own error takes precedence over a broken
-        collective."""
         self._keeps = store  # on rank 0 it may be the store's server, which must outlive the process group
         self._store = second_connection(store, rank)
         self._rank, self._trainers = rank, trainers
         self._step = step
-        self._num_read = 0
-        self._entry_of_broken: int | None = None
-        self._own_entry: int | None = None
+        self._known: dict[_Entry, Failure] = {}
         self._has_failed = self._has_broken = self._is_leaving = False
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that this rank knows; a rank's own error takes precedence over a broken collective."""
+        return self._known.get("failed") or self._known.get("lost")
 
     @property
     def has_failed(self) -> bool:
@@ -126,9 +128,9 @@ class Failures:
     def announce(self, error: BaseException | str) -> None:
         """Announce this rank's failure to all ranks, unless they know of an earlier one."""
         self._has_failed = True
-        own = isinstance(error, str) or not is_of_peers(error)
+        own = not self._has_broken and (isinstance(error, str) or not is_of_peers(error))
         text = error if isinstance(error, str) else f"failed at step {self._step()}: {type(error).__name__}: {error}"
-        self._asked(lambda: self._say(text, own=own), otherwise=None)
+        self._asked(lambda: self._say("failed" if own else "lost", text), otherwise=None)
 
     @contextmanager
     def broken(self) -> Iterator[None]:
@@ -140,14 +142,6 @@ class Failures:
             text = str(error).strip()
             cause = self._asked(lambda: self._cause(text.partition("\n")[0][:200]), otherwise=_SILENT_STORE)
             raise CollectiveFailed(f"{cause}\nThe collective that broke: {text}") from error
-
-    def absent(self, patience_s: float) -> str | None:
-        """Call the roll, and describe the ranks that do not answer within ``patience_s`` seconds.
-
-        Return ``None`` if all answer.
-        """
-        otherwise: str | None = _SILENT_STORE
-        return self._asked(lambda: _absence(self._missing(self._append(), patience_s)), otherwise, patience_s)
 
     def begin_exit(self) -> None:
         """Mark that this process has reached its exit, which may explain others' broken collectives."""
@@ -169,14 +163,13 @@ class Failures:
         ended_by: BaseException | None = getattr(sys, "last_value", None)
         if ended_by is not None and self.failure is None:
             self.announce(ended_by)
-        entry = self._own_entry
-        if entry is not None and not self._has_broken:
-            self._asked(lambda: bool(self._missing(entry)), otherwise=True)
-        elif self.failure is not None and self.failure.rank != self._rank and ended_by is None:
+        is_own = self.failure is not None and self.failure.rank == self._rank
+        if is_own and not self._has_broken:
+            self._asked(lambda: bool(self._missing("failed")), otherwise=True)
+        elif not self._has_broken and ended_by is None:
             time.sleep(self.grace_s)
         if self._has_broken or ended_by is None:
             why = self.failure or "a collective of its own broke"
-            is_own = self.failure is not None and self.failure.rank == self._rank
             text = str(why) if is_own else f"rank {self._rank} ends without success, because {why}"
             print(text, file=sys.stderr)  # noqa: T201  # the worker's log
             leave_without_success()
@@ -200,67 +193,45 @@ class Failures:
                 return
 
     def _read(self) -> None:
-        """Read new entries of the log, and answer them."""
+        """Read new entries, and answer them."""
         with self._lock:
-            while self._store.check([_key(self._num_read + 1)]):
-                self._num_read += 1
-                number, failure = self._num_read, Failure(**json.loads(self._store.get(_key(self._num_read))))
-                has_broken = bool(failure.what) and not failure.own
-                if has_broken and failure.rank != self._rank and self._is_leaving and self.failure is None:
-                    self._own_entry = self._append(_LEFT_EARLY, own=True)
-                self._store.set(_key(number, self._rank), "")
-                if not failure.what:
+            for entry in _ENTRIES:
+                if entry in self._known or not self._store.check([_key(entry)]):
                     continue
-                if not failure.own and self._entry_of_broken is None:
-                    self._entry_of_broken = self._num_read
-                if self.failure is None or (failure.own and not self.failure.own):
-                    self.failure = failure
-                    if failure.own:  # this host's launcher would otherwise blame whoever ended first
-                        note_failure(f"rank {failure.rank}", failure.what.partition("\n")[0])
+                self._known[entry] = found = Failure(**json.loads(self._store.get(_key(entry))))
+                if entry == "failed":  # this host's launcher would otherwise blame whoever ended first
+                    note_failure(f"rank {found.rank}", found.what.partition("\n")[0])
+                elif found.rank != self._rank and self._is_leaving:
+                    self._say("failed", _LEFT_EARLY)
+                self._store.set(_key(entry, self._rank), "")
 
-    def _append(self, what: str = "", *, own: bool = False) -> int:
-        """Write the next entry of the log, a failure or a roll call, and return its number."""
-        text = json.dumps(asdict(Failure(rank=self._rank, what=what, own=own)))
-        with self._lock:
-            self._read()
-            number = self._num_read + 1
-            while self._store.compare_set(_key(number), "", text) != text.encode():
-                number += 1
-            self._read()
-        return number
-
-    def _say(self, text: str, *, own: bool) -> None:
-        with self._lock:
-            self._read()
-            if self.failure is None or (own and not self.failure.own and self.failure.rank != self._rank):
-                self._own_entry = self._append(text[:_LONGEST], own=own)
+    def _say(self, entry: _Entry, what: str) -> None:
+        """Write an entry, unless some rank has."""
+        self._store.compare_set(_key(entry), "", json.dumps(asdict(Failure(rank=self._rank, what=what[:_LONGEST]))))
+        self._read()
 
     def _cause(self, text: str) -> str:
         """Describe why a collective broke."""
-        with self._lock:
-            self._read()
-            entry = self._entry_of_broken
-            if entry is None and self.failure is None:
-                entry = self._own_entry = self._append(f"lost the others at step {self._step()}: {text}")
-        missing = [] if entry is None else self._missing(entry)
-        if self.failure is not None and self.failure.own:
-            return str(self.failure)
-        return _absence(missing) or "all ranks answer, and are at different places"
+        self._read()
+        if "failed" not in self._known:
+            self._say("lost", f"lost the others at step {self._step()}: {text}")
+        missing = [] if "failed" in self._known else self._missing("lost")
+        if (failed := self._known.get("failed")) is not None:
+            return str(failed)
+        ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
+        return f"{ranks} not answer: killed or stopped, or the host is gone" if missing else "all ranks answer, and are at different places"
 
-    def _missing(self, entry: int, patience_s: float = _ANSWER_S) -> list[int]:
+    def _missing(self, entry: _Entry) -> list[int]:
         """Return the ranks that have not answered an entry in time."""
-        deadline = time.monotonic() + patience_s
-        keys = {rank: _key(entry, rank) for rank in range(self._trainers) if rank != self._rank}
+        deadline = time.monotonic() + _ANSWER_S
         while True:
-            is_complete = self._store.check(list(keys.values()))
+            missing = [rank for rank in range(self._trainers) if rank != self._rank and not self._store.check([_key(entry, rank)])]
             self._read()  # a rank writes what the others must know before it answers
-            if is_complete:
-                return []
-            if time.monotonic() > deadline:
-                return [rank for rank, key in keys.items() if not self._store.check([key])]
+            if not missing or time.monotonic() > deadline:
+                return missing
             time.sleep(_POLL_S / 5)
 
-    def _asked(self, ask: Callable[[], Answer], otherwise: Answer, patience_s: float = _ANSWER_S) -> Answer:
+    def _asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Return the result of ``ask``, or ``otherwise`` if the store does not respond."""
         answer = [otherwise]
 
@@ -270,16 +241,9 @@ class Failures:
 
         thread = threading.Thread(target=run, name="failures-ask", daemon=True)
         thread.start()
-        thread.join(patience_s + _STORE_S)
+        thread.join(_ANSWER_S + _STORE_S)
         return answer[0]
 
 
-def _absence(missing: list[int]) -> str | None:
-    if not missing:
-        return None
-    ranks = f"rank {missing[0]} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
-    return f"{ranks} not answer: killed or stopped, or the host is gone"
-
-
-def _key(entry: int, rank: int | None = None) -> str:
+def _key(entry: _Entry, rank: int | None = None) -> str:
     return f"fleetbench/failures/{entry}" + ("" if rank is None else f"/{rank}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config, decode, encode
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.errors import ConfigError, WorkerFailed
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -91,22 +91,14 @@ def _stat(pid: int) -> list[str]:
 
 
 PREFIX = "fleetbench-"
-_ROOM_BYTES = 4 << 20
-"""Free bytes that a job's folder needs for heartbeats, logs and results."""
 OWNER = "owner.json"
 """Name of the file in a job's folder that identifies the process that owns the folder."""
 
 
 def make_folder(within: Path | None = None) -> Path:
-    """Create a folder for only this user, below ``within`` or the temporary folder, where ``sweep`` cleans up first.
-
-    Raises ``EnvironmentLacks`` if the temporary folder has too little room.
-    """
+    """Create a folder for only this user, below ``within`` or the temporary folder, where ``sweep`` cleans up first."""
     root = Path(tempfile.gettempdir()) if within is None else within
     sweep(root)
-    if within is None and (room := shutil.disk_usage(root)).total and room.free < _ROOM_BYTES:
-        free, hint = f"{room.free / 2**20:.2g} MiB free", f"{_ROOM_BYTES >> 20} MiB are enough: make room there, or TMPDIR=/another/folder"
-        raise EnvironmentLacks("too little room for temporary files", str(root), free, hint)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     try:
         (folder / OWNER).write_text(json.dumps(encode(Place.here())), encoding="utf-8")
@@ -138,19 +130,7 @@ def sweep(root: Path) -> None:
     """Remove this user's folders below ``root`` whose processes have ended; those of other machines stay."""
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
-        owner = _owner(path)
-        if owner is not None and owner.shares_numbers(here) and not owner.lives():
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _owner(path: Path) -> Place | None:
-    """Return the owner of a folder.
-
-    Return ``None`` if the folder, or its owner file, is a link, another user's, or unreadable.
-    """
-    try:
-        if any(found.is_symlink() or found.lstat().st_uid != os.geteuid() for found in (path.parent, path)):
-            return None
-        return decode(json.loads(path.read_text(encoding="utf-8")), Place, str(path))
-    except (OSError, ValueError, ConfigError):
-        return None
+        with contextlib.suppress(OSError, ValueError, ConfigError):  # another user's, or damaged
+            owner = decode(json.loads(path.read_text(encoding="utf-8")), Place, str(path))
+            if path.lstat().st_uid == os.geteuid() and owner.shares_numbers(here) and not owner.lives():
+                shutil.rmtree(path.parent, ignore_errors=True)  # not a link to a folder

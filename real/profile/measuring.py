@@ -3,8 +3,7 @@
 Layers are timed on all trainers of a node at once, with the compute part of the strategy (mixed precision,
 recompute, fused operations), at every requested thread count. The times are then scaled to the forward and
 backward of normal training, in which trainers synchronise at every step and no layer is hooked. The cost of
-communication, and how much it and compute slow each other, come from runs of the strategies themselves. The
-duration of the legs is announced beforehand.
+communication, and how much it and compute slow each other, come from runs of the strategies themselves.
 
 There are three legs per thread count, and three or four more for communication:
 
@@ -463,8 +462,8 @@ def ensure_profile(
     """Return the experiment with a profile in ``workload.profile``: its own, a stored one, or a new one.
 
     Profiles are stored below ``root / "profiles"``, named by a hash of all that changes compute. A profile
-    measured on a busy machine has another name, and only this process uses it. ``told`` is called before a
-    new profile is measured, with a text that says how long that takes. An experiment with a table of layers
+    measured on a busy machine has another name, and only this process uses it. ``told`` is called with a note before a
+    new profile is measured. An experiment with a table of layers
     is returned unchanged.
     """
     if experiment.workload.model == LAYERS or experiment.workload.profile is not None:
@@ -479,7 +478,7 @@ def ensure_profile(
     elif not path.exists():
         check_model(computing.workload)
         if told is not None:
-            told(_announced(computing, folder))
+            told(f"note: no profile of this model is stored: one is measured now; it is stored in {folder}")
         profile = take_profile(computing, progress=progress)
         folder.mkdir(parents=True, exist_ok=True)
         if profile.busy:
@@ -487,12 +486,6 @@ def ensure_profile(
             _BUSY.add(path)
         profile.save(path)
     return experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path)))
-
-
-def _announced(experiment: Experiment, folder: Path) -> str:
-    num = _num_legs(experiment, _quiet(experiment))
-    at_most = f"in {num} legs, which take {num * SECONDS:.0f} s at most, but more on a busy machine or with steps of seconds"
-    return f"note: no profile of this model is stored: one is measured now, {at_most}; it is stored in {folder}"
 
 
 def take_profile(experiment: Experiment, *, progress: Progress | None = None) -> Profile:

@@ -25,8 +25,6 @@ _QUEUE = 10_000
 """Largest number of packets that wait for the relay."""
 _SHORT = "short segments (gso_max_size, gro_max_size)"
 STEERED = "packets in order (rps_default_mask)"
-CONGESTION_CONTROL = ("cubic", "reno")
-"""TCP's congestion controls in order of preference; without root the kernel allows few."""
 SYSCTLS = (
     "net/ipv6/conf/all/disable_ipv6=1",
     "net/ipv6/conf/default/disable_ipv6=1",
@@ -47,8 +45,7 @@ class Step:
     namespace: str
     tool: Tool
     lines: tuple[str, ...]
-    """Lines for ``ip``, in which ``{name}`` stands for the namespace ``name``; or for ``sysctl``, in which
-    ``a|b`` tries a, then b."""
+    """Lines for ``ip``, in which ``{name}`` stands for the namespace ``name``; or for ``sysctl``."""
     optional: str = ""
     """Name of the missing feature if a line is refused; empty if no line may be refused."""
 
@@ -56,9 +53,7 @@ class Step:
 def build(topology: Topology) -> list[Step]:
     """Return all steps from empty namespaces to shaped links."""
     names = (*topology.switches, *topology.hosts)
-    control = "|".join(f"net/ipv4/tcp_congestion_control={name}" for name in CONGESTION_CONTROL)
     steps = [Step(namespace=name, tool="sysctl", lines=SYSCTLS) for name in names]
-    steps += [Step(namespace=name, tool="sysctl", lines=(control,), optional="TCP's congestion control cubic") for name in names]
     steps += [_bridge(topology, switch) for switch in topology.switches]
     for wire in topology.wires:
         steps += _connect(topology, wire)

@@ -27,9 +27,8 @@ COUNTERS = {
     "retransmits": ("RetransSegs",),
     "timeouts": ("TCPTimeouts",),
     "reorders": ("TCPSACKReorder", "TCPTSReorder", "TCPRenoReorder"),
-    "segments": ("OutSegs",),
 }
-"""Figures of every namespace, each with the kernel's counters that add up to it (proc_net_snmp(5))."""
+"""Figures, each with the kernel's counters that add up to it (proc_net_snmp(5))."""
 _NEW_NET = 0x40000000  # linux/sched.h
 
 
@@ -95,19 +94,14 @@ class Network:
                     refused.append(entry)
         return refused
 
-    def congestion_control(self) -> str:
-        """Return TCP's congestion control in the namespaces."""
-        with self.inside(next(iter(self._files))):
-            return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
-
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Return the ``COUNTERS`` of every namespace since its creation."""
-        found = {}
+    def counters(self) -> dict[str, int]:
+        """Return the ``COUNTERS`` since the namespaces' creation, summed over all of them."""
+        found = dict.fromkeys(COUNTERS, 0)
         for name in self._files:
             with self.inside(name):
                 net = Path("/proc/thread-self/net")
                 values = _columns((net / "snmp").read_text(encoding="ascii")) | _columns((net / "netstat").read_text(encoding="ascii"))
-            found[name] = {what: sum(values.get(key, 0) for key in keys) for what, keys in COUNTERS.items()}
+            found = {what: total + sum(values.get(key, 0) for key in COUNTERS[what]) for what, total in found.items()}
         return found
 
     def _new(self) -> int:
@@ -160,22 +154,14 @@ def _batch(tool: str, lines: Sequence[str]) -> str | None:
 
 
 def _sysctl(lines: Sequence[str]) -> str | None:
-    """Write settings of this network namespace; return the reason if one was refused.
-
-    Of alternatives (``a|b``), the first that the kernel accepts counts.
-    """
-    reason = None
+    """Write settings of this network namespace; return the reason if one was refused."""
     for line in lines:
-        for choice in line.split("|"):
-            name, _, value = choice.partition("=")
-            try:
-                Path("/proc/sys", name).write_text(value, encoding="ascii")
-            except FileNotFoundError:
-                if "ipv6" in name:  # off in a kernel without it
-                    break
-                reason = f"{name}: no such setting"
-            except OSError as error:
-                reason = f"{choice}: {error.strerror}"
-            else:
-                break
-    return reason
+        name, _, value = line.partition("=")
+        try:
+            Path("/proc/sys", name).write_text(value, encoding="ascii")
+        except FileNotFoundError:
+            if "ipv6" not in name:  # off in a kernel without it
+                return f"{name}: no such setting"
+        except OSError as error:
+            return f"{line}: {error.strerror}"
+    return None

@@ -34,8 +34,8 @@ TRIES = 3
 """Largest number of tries of a measurement."""
 BUSY = "FLEETBENCH_BUSY"
 """Environment variable: with the value ``accept``, other work is ignored, for a machine that is never quiet."""
-Counters = Mapping[str, Mapping[str, int]]
-"""Values of the kernel's counters, by namespace and by name."""
+Counters = Mapping[str, int]
+"""Values of TCP's counters, summed over all namespaces, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,6 @@ class Reading:
     """User time of all processes, including nice ones."""
     own_user_s: float
     """User time of this process, its descendants, and other processes that belong to it."""
-    stolen_s: float
     counters: Counters
 
 
@@ -58,41 +57,28 @@ class Noise:
     seconds: float
     foreign_cores: float
     """Mean number of cores that other processes used: their user time per second."""
-    stolen_cores: float
-    """Mean number of cores that the hypervisor gave to other virtual machines."""
-    retransmits: int
-    timeouts: int
-    reorders: int
+    retransmits: int = 0
+    timeouts: int = 0
+    reorders: int = 0
     """Number of times that the kernel found segments out of order (SACK, timestamps or Reno)."""
-    per_host: dict[str, dict[str, int]]
-    """Increase of every counter between the readings, by namespace and by name."""
 
 
 def read(counters: Counters, mark: str | None = None) -> Reading:
     """Return the machine's current reading.
 
-    ``counters``: current counters of the namespaces. ``mark``: prefix of an environment variable that marks more
+    ``counters``: current counters. ``mark``: prefix of an environment variable that marks more
     processes as ours.
     """
     all_cores = psutil.cpu_times()
-    user_s, stolen_s = all_cores.user + all_cores.nice, getattr(all_cores, "steal", 0.0)
-    return Reading(at_s=time.monotonic(), user_s=user_s, own_user_s=_own_user_s(mark), stolen_s=stolen_s, counters=counters)
+    return Reading(at_s=time.monotonic(), user_s=all_cores.user + all_cores.nice, own_user_s=_own_user_s(mark), counters=counters)
 
 
 def between(before: Reading, after: Reading) -> Noise:
     """Return the noise from one reading to the next."""
     seconds = after.at_s - before.at_s
     foreign = (after.user_s - before.user_s) - (after.own_user_s - before.own_user_s)
-    per_host = {
-        host: {name: value - before.counters[host][name] for name, value in counters.items()} for host, counters in after.counters.items()
-    }
-    return Noise(
-        seconds=seconds,
-        foreign_cores=max(0.0, foreign / seconds),
-        stolen_cores=(after.stolen_s - before.stolen_s) / seconds,
-        per_host=per_host,
-        **{name: sum(counters[name] for counters in per_host.values()) for name in ("retransmits", "timeouts", "reorders")},
-    )
+    happened = {name: value - before.counters[name] for name, value in after.counters.items()}
+    return Noise(seconds=seconds, foreign_cores=max(0.0, foreign / seconds), **happened)
 
 
 def why_void(noise: Noise, sentinel_before_s: float, sentinel_after_s: float) -> list[str]:

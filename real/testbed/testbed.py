@@ -21,8 +21,8 @@ from fleetbench.experiment import Experiment
 from fleetbench.quantities import format_bandwidth
 from fleetbench.result import skip
 from real.testbed import latency_relay, link_shaping, noise, traffic
-from real.testbed.network import Network, is_rootless
-from real.testbed.topology import INTERFACE, PAYLOAD_SHARE, Topology, num_hosts, topology_of, unrealised, wire_s
+from real.testbed.network import Network
+from real.testbed.topology import INTERFACE, PAYLOAD_SHARE, Topology, num_hosts, topology_of, unrealised
 from real.testbed.traffic import Flow
 
 T = TypeVar("T")
@@ -168,12 +168,10 @@ class Testbed:
         return self._built.apply(steps)
 
     def sentinel(self) -> float:
-        """Return the median time in s of nine rounds of a fixed ring over all hosts; each takes about 0.1 s."""
-        hosts = self.topology.hosts
-        nbytes = _SENTINEL_ROUND_S / wire_s(1_000_000, len(hosts), self.topology.slowest_bps) * 1_000_000
-        places = [(host, self.topology.address(host)) for host in hosts]
-        times = traffic.ring(self._built.inside, places, chunk_bytes=round(nbytes / len(hosts)), rounds=_SENTINEL_ROUNDS)
-        return statistics.median(times)
+        """Return the median time in s of nine rounds of fixed transfers over all hosts; each takes about 0.1 s."""
+        nbytes = round(_SENTINEL_ROUND_S * self.topology.slowest_bps * PAYLOAD_SHARE / 8)
+        places = [(host, self.topology.address(host)) for host in self.topology.hosts]
+        return statistics.median(traffic.ring(self._built.inside, places, nbytes=nbytes, rounds=_SENTINEL_ROUNDS))
 
     def read(self) -> noise.Reading:
         """Return the machine's load and the hosts' TCP counters now.
@@ -200,25 +198,17 @@ class Testbed:
         block = self._trial.blocks[-1]
         return {
             "hosts": self.topology.num_hosts,
-            "rootless": is_rootless(),
             "largest_link_error": max((abs(rate.error) for rate in self.links), default=None),
             "counts": self._trial.counts,
             "void_runs": self._trial.num_void,
-            **{name: value for name, value in asdict(block.noise).items() if name not in ("seconds", "per_host")},
+            **asdict(block.noise),
             "sentinel_moved": block.moved,
         }
 
     def record(self) -> dict[str, Any]:
-        """Return settings, verification and all tries of the last measurement, for ``testbed.json``."""
+        """Return the verification and all tries of the last measurement, for ``testbed.json``."""
         return {
             "schema": 1,
-            "shaping": {
-                "tbf_burst_bytes": link_shaping.BURST_BYTES,
-                "tbf_limit": link_shaping.LIMIT,
-                "peak_over_rate": link_shaping.PEAK,
-                "gso_max_size": link_shaping.SEGMENT_BYTES,
-                "congestion_control": self._built.congestion_control(),
-            },
             "refused": self._refused,
             "links": [asdict(rate) for rate in self.links],
             "round_trips": self.round_trips,

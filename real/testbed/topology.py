@@ -5,7 +5,7 @@ its own address, so that the rate of each single wire can be measured between it
 of virtual Ethernet devices, shaped at both ends.
 """
 
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,7 +29,7 @@ _SWITCH_NET = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A link in both directions, between ``lower`` (a host, or the switch of a rack or site) and ``upper`` (a switch)."""
+    """A link in both directions, between ``lower`` (a host, or the switch of a site) and ``upper`` (a switch)."""
 
     lower: str
     upper: str
@@ -137,12 +137,15 @@ def topology_of(cluster: Cluster) -> Topology:
         raise ConfigError("more hosts than the testbed has addresses", "cluster.nodes", str(count), "a few hosts fill a machine")
     links = [_link(cluster, node) for node in range(cluster.nodes)] + [_declared(cluster.inter)] * (count - cluster.nodes)
     hosts = [f"host{number}" for number in range(count)]
-    areas = _areas(cluster, links)
-    core, top = ("core" if len(areas) > 1 else "switch"), areas if len(areas) > 1 else []
-    switches = (*(uplink.lower for uplink, _ in top), core)
-    area_of = {f"host{node}": uplink.lower for uplink, nodes in top for node in nodes}
-    wires = [_wire(host, area_of.get(host, core), link, link) for host, link in zip(hosts, links, strict=True)]
-    wires += [uplink for uplink, _ in top]
+    sites = [site for site in cluster.sites for _ in range(site.count)]
+    sites = sites if len(sites) > 1 else []
+    core = "core" if sites else "switch"
+    wires = [_wire(host, core, link, link) for host, link in zip(hosts, links, strict=True)]
+    for number, (site, end) in enumerate(zip(sites, accumulate(site.nodes for site in sites), strict=True)):
+        for node in range(end - site.nodes, end):
+            wires[node] = dataclasses.replace(wires[node], upper=f"site{number}")
+        wires.append(_wire(f"site{number}", core, site.up, site.down or site.up))
+    switches = (*(f"site{number}" for number in range(len(sites))), core)
     own = cluster.server_placement == "own"
     return Topology(
         num_hosts=count,
@@ -151,23 +154,6 @@ def topology_of(cluster: Cluster) -> Topology:
         trainers_per_node=cluster.trainers_per_node,
         server_hosts=tuple(hosts[(cluster.nodes if own else 0) + server] for server in range(cluster.servers)),
     )
-
-
-def _areas(cluster: Cluster, links: Sequence[Link]) -> list[tuple[Wire, range]]:
-    """Return the uplink of every site, or else of every rack, with its nodes; empty without both."""
-    if cluster.sites:
-        sites = [site for site in cluster.sites for _ in range(site.count)]
-        ends = [*accumulate(site.nodes for site in sites)]
-        wires = [_wire(f"site{number}", "core", site.up, site.down or site.up) for number, site in enumerate(sites)]
-        return [(wire, range(end - site.nodes, end)) for wire, site, end in zip(wires, sites, ends, strict=True)]
-    if cluster.racks is None:
-        return []
-    size, found = cluster.racks.nodes, list[tuple[Wire, range]]()
-    for first in range(0, cluster.nodes, size):
-        nodes = range(first, min(first + size, cluster.nodes))
-        rate = round(sum(links[node].bandwidth for node in nodes) / cluster.racks.oversubscription)
-        found.append((Wire(lower=f"rack{first // size}", upper="core", rate_bps=rate, down_bps=rate), nodes))
-    return found
 
 
 def num_hosts(cluster: Cluster) -> int:
@@ -194,16 +180,10 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
                 else "a latency below 300 us is not built"
             )
             skipped.append(skip(name, f"{why}: only the machine's own latency remains"))
-        declared = {} if link is None else {"framing": link.framing, "mtu": link.mtu, "flow_limit": link.flow_limit, "loss": link.loss}
-        built = {"framing": (None, "tcp"), "mtu": (None, DEFAULT_MTU["tcp"]), "flow_limit": (None,), "loss": (None, 0.0)}
-        skipped += [
-            skip(
-                name.replace("latency", field),
-                "links of the testbed carry TCP in packets of 1500 bytes, without loss or a limit per connection",
-            )
-            for field, value in declared.items()
-            if value not in built[field]
-        ]
+        for field, built in {"framing": "tcp", "mtu": DEFAULT_MTU["tcp"], "flow_limit": None, "loss": 0.0}.items():
+            if link is not None and getattr(link, field) not in (None, built):
+                why = "links of the testbed carry TCP in packets of 1500 bytes, without loss or a limit per connection"
+                skipped.append(skip(name.replace("latency", field), why))
     if cluster.intra is not None:
         skipped.append(skip("cluster.intra", "trainers of a node communicate through this machine's memory"))
     if cluster.nics_per_node > 1:
@@ -216,8 +196,8 @@ def unrealised(cluster: Cluster, *, latency: bool) -> list[dict[str, str]]:
 def _refuse_what_no_link_does(cluster: Cluster) -> None:
     """Raise ``ConfigError`` for an override that does not concern a link between nodes."""
     cluster.require_even("the real executor starts as many trainers on every node")
-    if cluster.sites and cluster.racks is not None:
-        raise ConfigError("the testbed builds racks or sites", "cluster.racks", hint="drop one of them, or simulate the experiment")
+    if cluster.racks is not None:
+        raise ConfigError("the testbed builds no racks", "cluster.racks", hint="drop them, declare sites, or simulate the experiment")
     for index, override in enumerate(cluster.node_overrides):
         if override.intra is not None:
             raise ConfigError(

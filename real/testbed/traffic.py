@@ -4,7 +4,6 @@ A socket belongs to the namespace in which it was created, so one process holds 
 """
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,40 +96,24 @@ def round_trips(inside: Inside, flow: Flow, times: int) -> list[float]:
         return found
 
 
-def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, chunk_bytes: int, rounds: int) -> list[float]:
-    """Return the seconds of each round of a ring over hosts (name, address).
+def ring(inside: Inside, hosts: Sequence[tuple[str, str]], *, nbytes: int, rounds: int) -> list[float]:
+    """Return the seconds of each round over hosts (name, address), in which every host sends ``nbytes`` to the next one."""
+    data = bytes(nbytes)
 
-    A round carries one all-reduce's bytes, without its sums. In each of 2(P - 1) steps every host sends a
-    chunk to the next one. It begins a step when it has received the chunk of the previous step.
-    """
-    size, num_steps = len(hosts), 2 * (len(hosts) - 1)
-    data = bytes(chunk_bytes)
+    def receive(receiver: socket.socket) -> None:
+        missing = nbytes
+        while missing:
+            count = len(receiver.recv(min(missing, _RECEIVE_BYTES)))
+            if count == 0:
+                raise ConnectionResetError("a host of the ring has left")
+            missing -= count
 
-    def send(sender: socket.socket, arrived: threading.Semaphore) -> None:
-        for _ in range(num_steps):
-            if not arrived.acquire(timeout=_PATIENCE_S):
-                raise TimeoutError("the ring stands still")
-            sender.sendall(data)
-
-    def receive(receiver: socket.socket, arrived: threading.Semaphore) -> None:
-        buffer = bytearray(_RECEIVE_BYTES)
-        for _ in range(num_steps):
-            missing = chunk_bytes
-            while missing:
-                count = receiver.recv_into(buffer, min(missing, len(buffer)))
-                if count == 0:
-                    raise ConnectionResetError("a host of the ring has left")
-                missing -= count
-            arrived.release()
-
-    with ExitStack() as stack, ThreadPoolExecutor(2 * size) as pool:
-        links = [_connect(stack, inside, (source, *hosts[(number + 1) % size])) for number, (source, _) in enumerate(hosts)]
+    with ExitStack() as stack, ThreadPoolExecutor(2 * len(hosts)) as pool:
+        links = [_connect(stack, inside, (source, *hosts[(number + 1) % len(hosts)])) for number, (source, _) in enumerate(hosts)]
         times = []
         for _ in range(rounds):
             begin = time.monotonic()
-            arrived = [threading.Semaphore(1) for _ in hosts]  # the first step waits for no chunk
-            parts = [pool.submit(send, sender, arrived[number]) for number, (sender, _) in enumerate(links)]
-            parts += [pool.submit(receive, links[number - 1][1], arrived[number]) for number in range(size)]
+            parts = [*(pool.submit(sender.sendall, data) for sender, _ in links), *(pool.submit(receive, end) for _, end in links)]
             for part in parts:
                 part.result()
             times.append(time.monotonic() - begin)

@@ -52,7 +52,6 @@ def test_a_config_json_is_estimated_and_simulated(command: Callable, config: Pat
     ("more", "message"),
     [
         (("--gpt", "124M"), "both name a model"),
-        (("--", "python", "train.py"), "both name a model"),
         (("--gpu", "40 TFLOP/s, 24 GB"), "lack the memory's rate"),
     ],
 )

@@ -36,7 +36,7 @@ OPTIONS = {
     "testbed": EXPERIMENT,
     "doctor": ["--help", "--json", "--network", "--nproc", "-h"],
     "calibrate": sorted([*EXPERIMENT, "--fit", "--flops", "--global-batch", "--gpus", "--on", "--parameters", "CELLS"]),
-    "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--model", "--precision", "--workdir"]),
+    "estimate": sorted([*EXPERIMENT, "--gpu", "--gpt", "--model", "--precision"]),
 }
 
 

@@ -104,7 +104,7 @@ def test_without_a_file_the_built_in_settings_hold(command: Callable, tmp_path: 
     assert rest["out"] == tmp_path
 
 
-@pytest.mark.parametrize("command_name", ["tune", "profile", "estimate"])
+@pytest.mark.parametrize("command_name", ["tune", "profile"])
 @pytest.mark.parametrize("workdir", [False, True])
 def test_a_missing_script_is_said_at_once(
     command_name: str, workdir: bool, command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,11 +112,10 @@ def test_a_missing_script_is_said_at_once(
     """Before anything is started, whichever launcher would start it; with a folder, it is looked for there and here."""
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
-    launcher = ("python",) if command_name == "estimate" else ("torchrun", "--nproc-per-node", "2")
+    launcher = ("torchrun", "--nproc-per-node", "2")
     where = ("--workdir", "there") if workdir else ()
-    gpu = ("--gpu", "A100") if command_name == "estimate" else ()
     begin_s = time.monotonic()
-    ended = command(command_name, *gpu, *where, "--out", tmp_path / "runs", "--", *launcher, "nosuch.py", "--lr", "1")
+    ended = command(command_name, *where, "--out", tmp_path / "runs", "--", *launcher, "nosuch.py", "--lr", "1")
     assert time.monotonic() - begin_s < 5
     assert ended.code == 2
     assert f"no such script{' in there' if workdir else ''} (got nosuch.py)" in ended.err

@@ -32,7 +32,7 @@ TIMEOUT_S = 120.0
 SHORT_S = 3.0
 LATE_S = 40.0
 """A rank that has not ended by then is killed."""
-LIVES_ON = ("raised", "refused", "stopped_save")
+LIVES_ON = ("raised", "refused")
 """Cases whose rank 1 would not end by itself, and is killed once rank 0 has ended."""
 STEPS = 5
 FAULTY = 3
@@ -61,7 +61,7 @@ class Script:
         self.fleet = Fleet()
         self.fleet.init(DistributedStrategy(**strategy), timeout_s=timeout_s)
         self.rank = self.fleet.worker_index()
-        self.model = nn.Sequential(Branched(), nn.BatchNorm1d(4)) if "sync_batch_norm" in strategy else Branched()
+        self.model = Branched()
         self.fleet.distributed_model(self.model)
         self.optimizer = self.fleet.distributed_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.01))
 
@@ -132,15 +132,6 @@ def late_evaluation(folder: Path) -> None:
         time.sleep(2.5 * SHORT_S)
 
 
-def late_without_group(folder: Path) -> None:
-    """The same, where the script has destroyed its process group."""
-    script = Script(folder, timeout_s=SHORT_S)
-    script.train(lambda: None)
-    torch.distributed.destroy_process_group()
-    if script.rank == 0:
-        time.sleep(2.5 * SHORT_S)
-
-
 def left_early(folder: Path) -> None:
     """Rank 1 destroys its process group and leaves in the middle of the training."""
     script = Script(folder, timeout_s=SHORT_S)
@@ -159,27 +150,13 @@ def far_apart(folder: Path) -> None:
     time.sleep(LATE_S)
 
 
-def swallowed(folder: Path, **strategy: Any) -> None:
+def swallowed(folder: Path) -> None:
     """Rank 1 is late, rank 0's collective runs into its timeout, and the script of both takes it for nothing."""
-    script = Script(folder, timeout_s=2 * SHORT_S, **strategy)
+    script = Script(folder, timeout_s=2 * SHORT_S)
     try:
         script.train(lambda: time.sleep(2.7 * SHORT_S))  # so that both meet again at their exits
     except RuntimeError:
         return
-
-
-def swallowed_norm(folder: Path) -> None:
-    """As ``swallowed``, in the forward of a synchronised batch norm."""
-    swallowed(folder, sync_batch_norm=True)
-
-
-def stopped_save(folder: Path) -> None:
-    """Rank 1 is stopped while it writes its part of a save."""
-    script = Script(folder, timeout_s=SHORT_S)
-    script.train(lambda: None)
-    if script.rank == 1:
-        _before_writing(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    script.save()
 
 
 def slow_save(folder: Path) -> None:

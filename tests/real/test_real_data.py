@@ -7,24 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.data import Batches, held_out, prepare
+from fleetbench.workloads.data.data import prepare
 from fleetbench.workloads.data.reader import Sampler, Unlike
 
 
 def _sampler(rank: int, *, trainers: int = 3, uneven: str = "cut", num_samples: int = 103) -> Sampler:
     return Sampler(num_samples=num_samples, batch_size=8, trainers=trainers, rank=rank, seed=5, uneven=uneven)
-
-
-def test_an_epoch_shows_every_sample_at_most_once_and_all_trainers_alike() -> None:
-    """103 samples among 3 trainers of 8: 4 steps each, 96 different samples, none twice."""
-    samplers = [_sampler(rank) for rank in range(3)]
-    assert {sampler.steps_per_epoch for sampler in samplers} == {4}
-    seen = np.concatenate([sampler.indices(step) for sampler in samplers for step in range(4)])
-    assert len(set(seen.tolist())) == 96
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -68,16 +59,6 @@ def test_a_teachers_labels_are_noisy_as_told(tmp_path: Path) -> None:
         Workload(unlike_data=1.5)
 
 
-def test_padding_shows_every_sample() -> None:
-    """Padded, the last step is filled up: 5 steps, all 103 samples, 17 of them twice."""
-    samplers = [_sampler(rank, uneven="pad") for rank in range(3)]
-    assert {sampler.steps_per_epoch for sampler in samplers} == {5}
-    seen = np.concatenate([sampler.indices(step) for sampler in samplers for step in range(5)])
-    assert set(seen.tolist()) == set(range(103))
-    assert len(seen) == 120
-    assert max(np.bincount(seen)) == 2
-
-
 def test_padding_is_random() -> None:
     """What fills up the last step is not how the epoch begins, differs by epoch and seed, and is drawn again the same."""
 
@@ -93,13 +74,6 @@ def test_padding_is_random() -> None:
     shown = np.bincount(np.concatenate([padding(epoch) for epoch in range(200)]), minlength=103)
     assert shown.min() > 0  # 33 expected, a standard deviation of 5
     assert shown.max() < 66
-
-
-def test_padding_may_need_more_samples_than_there_are() -> None:
-    """Three samples among two trainers of 4: every trainer still gets whole batches, of these three."""
-    parts = [Sampler(num_samples=3, batch_size=4, trainers=2, rank=rank, seed=0, uneven="pad").indices(0) for rank in range(2)]
-    assert [len(part) for part in parts] == [4, 4]
-    assert set(np.concatenate(parts).tolist()) == {0, 1, 2}
 
 
 def test_an_epoch_may_be_shorter_but_not_longer_than_the_data() -> None:
@@ -118,16 +92,3 @@ def test_ranks_laid_end_to_end_are_the_joint_batch(uneven: str) -> None:
     for position in range(11):
         parts = np.concatenate([_sampler(rank, uneven=uneven).indices(position) for rank in range(3)])
         np.testing.assert_array_equal(parts, joint.indices(position))
-
-
-def test_digits_are_scikit_learns(tmp_path: Path) -> None:
-    """Training and held-out arrays together are the 1,797 digits, each once, with its label."""
-    prepare(Workload(), 0, tmp_path)
-    inputs = np.concatenate([np.load(tmp_path / "x_train.npy"), np.load(tmp_path / "x_eval.npy")]).reshape(-1, 64)
-    labels = np.concatenate([np.load(tmp_path / "y_train.npy"), np.load(tmp_path / "y_eval.npy")])
-    digits, expected = load_digits(return_X_y=True)
-    pairs = sorted(zip((inputs * 16).round().astype(int).tolist(), labels.tolist(), strict=True))
-    assert pairs == sorted(zip(digits.astype(int).tolist(), expected.tolist(), strict=True))
-    assert len(held_out(tmp_path)[1]) == 360
-    batch = Batches(tmp_path, _sampler(0, num_samples=1437)).batch(0)
-    assert batch[0].shape == (8, 8, 8)

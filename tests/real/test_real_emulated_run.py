@@ -30,7 +30,6 @@ from real.training import checksum
 from sim.run import simulate
 
 pytestmark = pytest.mark.alone
-RANKS = 4
 STEPS, WARMUP = 8, 2
 LATE_S = 0.008
 """Four trainers share two cores with whatever else runs: so late may the median step be."""
@@ -222,20 +221,6 @@ def _check_times(real: RunResult, experiment: Experiment, table: LayerTable, *, 
     assert real.summary.lateness_s["step_max"] <= real.summary.lateness_s["layer_max"]
 
 
-def test_updates_and_reading_take_the_tables_time(session: Session) -> None:
-    """3 ms of update in every step, 2 ms of reading between two, and the target's time by the declared curve."""
-    real = session.run(Leg(strategy=DistributedStrategy(), steps=STEPS, start="initial", evaluate=True))
-    counted = real.steps[real.steps["step"] >= 1]
-    assert (counted["update_s"] >= 0.003 - 1e-6).all()
-    assert (counted[counted["step"] < STEPS][["update_s", "other_s"]].sum(axis=1) >= 0.005 - 1e-6).all()
-    assert counted["update_s"].median() < 0.003 + LATE_S
-    assert real.summary.time_to_target_s is not None  # the curve is at 1.5 after step 4, and stays below
-    ends = counted[counted["step"] == 4]
-    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
-    expected = float((ends["start_s"] + ends[parts].sum(axis=1)).max() - counted["start_s"].min())
-    assert real.summary.time_to_target_s == pytest.approx(expected, abs=1e-6)
-
-
 def test_blocking_collectives_hold_compute_up(session: Session) -> None:
     """In sequential execution every all-reduce lies between two layers: compute is longer by at least what they took."""
     sequential = {"fuse_all_reduce_ops": False, "build_strategy": {"enable_sequential_execution": True}}
@@ -247,13 +232,6 @@ def test_blocking_collectives_hold_compute_up(session: Session) -> None:
     compute = [float(run.steps[run.steps["rank"] == 3][["forward_s", "backward_s"]].sum(axis=1).sum()) for run in (one, other)]
     assert blocked_ns > 0
     assert compute[0] - compute[1] > 0.8 * blocked_ns * 1e-9 - LATE_S
-
-
-def test_parts_keep_every_rank_apart(session: Session) -> None:
-    """Rank 3 is always half as slow again, and the others wait for it."""
-    real = session.run(Leg(strategy=DistributedStrategy(), steps=STEPS, start="initial"))
-    waits = real.steps[real.steps["step"] >= 1].groupby("rank")["wait_s"].median()  # one stall of the machine would decide a sum
-    assert waits[3] < min(waits[0], waits[1], waits[2])
 
 
 @pytest.mark.slow

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from processes import run_python
 from torch import nn
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.hardware import catalogue
 from fleetbench.profile import profile_of
-from fleetbench.workloads.models.registry import MODELS, build_model
+from fleetbench.workloads.models.registry import MODELS
 from real.estimate.operations import Operation, Recorder, nothing_computed
-from real.estimate.script import estimate_script
 from real.estimate.step import Efficiencies, Roofline, estimate, estimated
 
 GPT = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "positions": 32}
@@ -49,21 +44,6 @@ def test_a_perceptrons_products_are_counted() -> None:
         model, inputs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.zeros(5, 8)
         assert _flops(model, inputs, backward=False) == 2 * 5 * (8 * 16 + 16 * 4)
         assert _flops(model, inputs, backward=True) == 2 * 5 * (8 * 16 + 2 * 16 * 4)
-
-
-@pytest.mark.parametrize(
-    ("workload", "tokens"),
-    [
-        ({"model": "gpt", "model_options": GPT | {"positions": 128}, "data_options": {}}, 128),
-        ({"model": "gpt", "model_options": GPT, "data_options": {"length": 16}}, 16),
-        ({"model": "mlp"}, None),
-    ],
-    ids=["default", "named", "no text"],
-)
-def test_an_estimate_says_the_tokens_of_a_sample(workload: dict[str, Any], tokens: int | None) -> None:
-    """The length that the data name, else the default of ``docs/models.md``, 128; numbers of a perceptron are no tokens."""
-    what = {"data": "synthetic", "batch_size": 2, **workload}
-    assert estimate(Experiment.from_dict({"workload": what, "run": {"device": "cuda"}}), "A100").sample_tokens == tokens
 
 
 def test_resnet_50_has_its_published_operations() -> None:
@@ -107,26 +87,6 @@ def test_model_flops_are_palms(model: str, options: dict[str, Any], recompute: l
     assert (flops.peak_s, flops.precision) == (989.5e12, "bf16")
 
 
-@pytest.mark.slow
-def test_the_peak_is_that_of_the_models_products() -> None:
-    """In float32 the vector units'; with TF32, or where convolutions have it, the tensor cores'."""
-    found = [estimate(_experiment(), "H100").flops, estimate(_experiment(), "H100", tf32=True).flops]
-    found += [estimate(_experiment("resnet50", data_options={"image_size": 64}), "H100").flops]
-    assert [flops and (flops.peak_s, flops.precision) for flops in found] == [(67e12, "fp32"), (494.5e12, "tf32"), (494.5e12, "tf32")]
-
-
-def test_gpt_learns_the_next_token() -> None:
-    """Its loss is the cross-entropy of each token after those before it; a change of a later token does not touch an earlier cost."""
-    model = build_model("gpt", GPT, "float32", 0)
-    tokens = torch.randint(0, 512, (2, 8), generator=torch.Generator().manual_seed(0))
-    costs = model(tokens)
-    assert costs.shape == (2, 7)
-    assert costs.mean().item() == pytest.approx(torch.log(torch.tensor(512.0)).item(), rel=0.05)
-    changed = tokens.clone()
-    changed[:, 5] += 1
-    assert torch.equal(model(changed % 512)[:, :4], costs[:, :4])
-
-
 OWN = Efficiencies(
     matmul=0.5,
     convolution=0.25,
@@ -152,57 +112,6 @@ def test_an_operation_computes_and_moves() -> None:
     assert h100.seconds(product) == pytest.approx(1e12 * worse / (0.5 * 989.5e12) + 1e9 / (0.5 * 3350e9))
 
 
-def test_no_product_is_faster_than_the_vector_units_share() -> None:
-    """A P100 has no tensor cores, and 1.5 times an A100's bytes for a FLOP would make its share 1.1."""
-    seconds = Roofline(gpu=catalogue().gpus["P100"]).seconds(Operation("matmul", 10**12, 0, torch.float16))
-    assert seconds == pytest.approx(1 / (0.822 * 21.2))
-
-
-def test_half_precision_softmax_is_widened_under_autocast_alone() -> None:
-    """CUDA's autocast takes a softmax of halves in float32: 2 + 4 + 4 + 4 bytes for 2 + 2, less what a copy would count; three times."""
-    moved = []
-    for enabled in (False, True):
-        recorder = Recorder(lambda _: 0.0)
-        with nothing_computed(), recorder, torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
-            torch.zeros(10, 10, dtype=torch.float16).softmax(-1)
-        moved.append(next(each.nbytes for each in recorder.operations if each.nbytes >= 400))
-    assert moved == [400, 1200]
-
-
-def test_rows_that_begin_anywhere_make_a_product_slower() -> None:
-    """A head for 50,257 words counts half as many FLOPs again as one for 50,264, which are a multiple of 16 bytes."""
-    with nothing_computed():
-        wide, odd = nn.Linear(8, 50_264), nn.Linear(8, 50_257)
-        inputs = torch.zeros(16, 8)
-        assert _flops(wide, inputs, backward=False) == 2 * 16 * 8 * 50_264
-        assert _flops(odd, inputs, backward=False) == round(1.5 * 2 * 16 * 8 * 50_257)
-
-
-def test_a_batch_norm_of_bfloat16_moves_four_times_its_bytes() -> None:
-    """Channels first; with channels last, or in float16, cuDNN computes it."""
-
-    def moved(dtype: torch.dtype, memory_format: torch.memory_format) -> int:
-        with nothing_computed():
-            norm, inputs = nn.BatchNorm2d(8, dtype=dtype), torch.zeros(2, 8, 4, 4, dtype=dtype).to(memory_format=memory_format)
-            recorder = Recorder(lambda _: 0.0)
-            with recorder:
-                norm(inputs)
-        return max(operation.nbytes for operation in recorder.operations)
-
-    assert moved(torch.bfloat16, torch.contiguous_format) == 4 * moved(torch.float16, torch.contiguous_format)
-    assert moved(torch.bfloat16, torch.channels_last) == moved(torch.float16, torch.channels_last)
-
-
-def test_float32_attention_takes_the_vector_units_and_convolutions_take_tf32() -> None:
-    """Fused attention at a fifth of an A100's 19.5 TFLOP/s; a convolution at a quarter of its 156, as torch's default is."""
-    roofline = Roofline(gpu=catalogue().gpus["A100"], efficiencies=dataclasses.replace(OWN, balance=0.0))
-    assert roofline.seconds(Operation("fused_attention", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.2 * 19.5))
-    assert roofline.seconds(Operation("convolution", 10**12, 0, torch.float32)) == pytest.approx(1 / (0.25 * 156))
-    assert Roofline(gpu=catalogue().gpus["V100"], efficiencies=OWN).seconds(
-        Operation("convolution", 10**12, 0, torch.float32)
-    ) == pytest.approx(1 / (0.9 * 15.7))
-
-
 def test_a_table_holds_the_whole_step() -> None:
     """Layers add up to the step, every parameter has a gradient, and Adam holds 8 bytes and moves 28 of each parameter."""
     profile = estimate(_experiment(), "A100")
@@ -218,15 +127,6 @@ def test_a_table_holds_the_whole_step() -> None:
     assert table.update == pytest.approx(28 * parameters / (efficiency * 2039), rel=0.02)
     assert profile.estimated == 0.25
     assert estimate(_experiment(), "H100").estimated == 0.3  # few published runs
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("vocab", "amp", "said"), [(507, True, "HINT: pad it to 512"), (507, False, ""), (512, True, "")])
-def test_a_vocabulary_that_tensor_cores_do_not_like_is_warned_of(vocab: int, amp: bool, said: str) -> None:
-    """In 16 bits, where 8 does not divide it."""
-    strategy = {"amp": amp, "amp_configs": {"dtype": "bf16"}} if amp else {}
-    notes = estimate(_experiment(strategy=strategy, model_options={**GPT, "vocab": vocab}), "A100").notes
-    assert [said in note for note in notes if "vocabulary" in note] == [True] * bool(said)
 
 
 def test_recompute_runs_blocks_again() -> None:
@@ -256,13 +156,6 @@ def test_what_cannot_be_estimated_is_refused(experiment: Experiment, gpu: str, w
         estimate(experiment, gpu)
 
 
-def test_a_gpu_has_its_own_interval_by_any_of_its_names() -> None:
-    """The half width of an A100, 25 %, is not that of a GPU of which few runs are known."""
-    profile = estimate(Experiment(), "a100-sxm4-80gb")
-    assert profile.estimated == 0.25
-    assert profile.machine.startswith("A100, ")
-
-
 def test_an_estimate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time it is read, and each GPU has its own; an experiment that is saved elsewhere finds it."""
     monkeypatch.chdir(tmp_path)
@@ -278,60 +171,3 @@ def test_an_estimate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ours is not None
     assert theirs is not None
     assert theirs.tables[0].update < ours.tables[0].update
-
-
-SCRIPT = """
-import torch
-from torch import nn
-from fleetbench import fleet
-fleet.init()
-model = fleet.distributed_model(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
-optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters()))
-for step in range(3):
-    batch = torch.ones(32, 64)
-    loss = nn.functional.cross_entropy(model(batch), torch.zeros(32, dtype=torch.int64))
-    loss.backward()
-    MIDDLE
-    optimizer.step()
-    optimizer.zero_grad()
-    raise SystemError("a second step")
-"""
-
-
-def _script(folder: Path, middle: str) -> tuple[str, str]:
-    (folder / "train.py").write_text(SCRIPT.replace("MIDDLE", middle), encoding="utf-8")
-    return sys.executable, str(folder / "train.py")
-
-
-@pytest.fixture
-def forked_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts are forks: a process of its own imports torch for seconds."""
-    forked = SimpleNamespace(run=lambda line, **_: SimpleNamespace(returncode=run_python(line[1:], tmp_path).code))
-    monkeypatch.setattr("real.estimate.script.subprocess", forked)
-
-
-@pytest.mark.usefixtures("forked_scripts")
-def test_a_script_is_estimated_up_to_its_first_update(tmp_path: Path) -> None:
-    """What it computes is counted, what it is is found out, and nothing after the update runs."""
-    base = Experiment.from_dict({"schema": 1, "name": "x", "cluster": {"nodes": 2, "trainers_per_node": 4}, "run": {"device": "cuda"}})
-    found, profile = estimate_script(base, _script(tmp_path, "pass"), "A100", tf32=False, workdir=None)
-    assert (found.workload.batch_size, found.workload.optimizer, found.cluster.trainers) == (32, "adam", 8)
-    assert [gradient.numel for layer in profile.tables[0].layers for gradient in layer.gradients] == [64 * 256, 256, 2560, 10]
-    own = estimate(_experiment("digits_mlp", model_options={"depth": 1}, data="digits", batch_size=32), "A100").tables[0]
-    assert profile.tables[0].forward_ns + profile.tables[0].backward_ns == pytest.approx(
-        own.forward_ns + own.backward_ns, abs=30_000
-    )  # its labels are made within the step
-
-
-@pytest.mark.usefixtures("forked_scripts")
-def test_a_script_that_reads_values_is_refused(tmp_path: Path) -> None:
-    """So is one that fails, or that python does not start."""
-    base = Experiment.from_dict({"schema": 1, "name": "x", "run": {"device": "cuda"}})
-    with pytest.raises(ConfigError, match="an estimate does not have"):
-        estimate_script(base, _script(tmp_path, "print(loss.item())"), "A100", tf32=False, workdir=None)
-    with pytest.raises(ConfigError, match="second forward"):
-        estimate_script(base, _script(tmp_path, "model(batch)"), "A100", tf32=False, workdir=None)
-    with pytest.raises(WorkerFailed, match="exit code 1"):
-        estimate_script(base, _script(tmp_path, "raise SystemError"), "A100", tf32=False, workdir=None)
-    with pytest.raises(ConfigError, match="started with python"):
-        estimate_script(base, ("torchrun", "train.py"), "A100", tf32=False, workdir=None)

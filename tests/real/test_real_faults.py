@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,12 +13,11 @@ from pathlib import Path
 import faults
 import psutil
 import pytest
-import torch
 from faults import Fault
 from fork_server import shared
 from processes import server_of_tests
 
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.experiment import Experiment
 from real.job.folder import Beat
 from real.job.launcher import launch_script
@@ -90,16 +85,6 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
     assert not _workers()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_that_somebody_ends_is_named(how: signal.Signals) -> None:
-    """SIGTERM, with which the driver ends the others; SIGINT, which raises in the worker."""
-    happened: list[int] = []
-    with pytest.raises(WorkerFailed, match=r"rank 1: .*(SIGTERM|KeyboardInterrupt)"), Session(_experiment()) as session:
-        session.run(LEG, _strike(1, how, happened))
-    assert happened
-    assert not _workers()
-
-
 @pytest.mark.slow
 def test_without_the_fault_the_same_leg_goes_on() -> None:
     """The counterpart: nobody strikes, and the leg ends well."""
@@ -136,30 +121,6 @@ def test_with_the_faults_off_the_same_script_ends_well(tmp_path: Path) -> None:
     for fault in (*FAULTS, *OFF):
         with pytest.raises(AssertionError, match="nobody was struck"):
             faults.happened(fault, mark)
-
-
-@pytest.mark.alone
-def test_a_worker_of_a_session_killed_while_it_starts_is_named() -> None:
-    """SIGKILL as soon as the process is there: the session does not wait for its rank to join."""
-    happened: list[int] = []
-    over = threading.Event()
-
-    def strike() -> None:
-        while not happened and not over.wait(0.02):
-            if (process := _workers().get(1)) is not None:
-                process.kill()
-                happened.append(process.pid)
-
-    striker = threading.Thread(target=strike)
-    striker.start()
-    try:
-        with pytest.raises(WorkerFailed, match="rank 1: was killed by SIGKILL"), Session(_experiment()):
-            pass
-    finally:
-        over.set()
-        striker.join()
-    assert happened
-    assert not _workers()
 
 
 @pytest.mark.slow
@@ -220,30 +181,6 @@ def test_what_only_a_worker_finds_out_is_still_a_configuration_error() -> None:
         session.run(LEG)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_driver_killed_while_it_starts_leaves_nothing(tmp_path: Path, how: signal.Signals) -> None:
-    """Ranks take seconds to import torch; a driver that dies in the meantime must not leave them after."""
-    script = tmp_path / "driver.py"
-    script.write_text(
-        "from real.job.session import Session\nfrom fleetbench.experiment import Experiment\n"
-        "e = Experiment.from_dict({'workload': {'model': 'mlp', 'data': 'synthetic'}, 'cluster': {'trainers_per_node': 2}})\n"
-        "with Session(e) as s: pass\n"
-    )
-    driver = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "TMPDIR": str(tmp_path)})
-    started = psutil.Process(driver.pid)
-    while not (children := started.children(recursive=True)):
-        time.sleep(0.02)
-    driver.send_signal(how)
-    driver.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    for process in alive:
-        process.kill()
-    assert not alive
-    sweep(tmp_path)  # as the next start does
-    assert not list(tmp_path.glob("fleetbench-*"))
-
-
 def test_nothing_listens_beyond_the_loopback_interface() -> None:
     """While a launch trains, none of its processes has a socket that listens on another interface."""
     seen: list[str] = []
@@ -279,14 +216,6 @@ def test_what_is_not_executed_is_refused_by_name(part: dict[str, object], match:
     """A field that real runs do not execute yet is refused before anything starts."""
     with pytest.raises(ConfigError, match=match):
         Session(Experiment.from_dict(part))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="SKIPPED: there is a CUDA device")
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_machine_without_a_gpu_says_so(backend: str) -> None:
-    """CUDA asked for where there is none is the environment's fault, found before anything starts."""
-    with pytest.raises(EnvironmentLacks, match=r"run\.device: there is no CUDA device"):
-        Session(Experiment.from_dict({"run": {"device": "cuda", "backend": backend}}))
 
 
 BEATS = [Beat(11, 0, 9, 1_000), Beat(12, 0, 7, 500)]

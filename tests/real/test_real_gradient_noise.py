@@ -1,4 +1,4 @@
-"""Gradient noise and drift, against what follows from the law of the data."""
+"""Gradient noise, against what follows from the law of the data."""
 
 from __future__ import annotations
 
@@ -63,20 +63,11 @@ def measured(trainers: int, distance: float) -> Found:
 
 
 @pytest.mark.parametrize(("trainers", "distance"), [(1, 8.0), (2, 8.0), (4, 8.0), (4, 30.0)])
-def test_noise_scale_and_drift_are_those_of_the_data(trainers: int, distance: float) -> None:
-    """A batch's gradient varies by ``SIZE SD^2 / BATCH`` in all; drift is the noise of a trainer's sum beside what all have in common."""
+def test_the_noise_scale_is_that_of_the_data(trainers: int, distance: float) -> None:
+    """A batch's gradient varies by ``SIZE SD^2 / BATCH`` in all."""
     variance = SIZE * SD**2 / BATCH
     found = measured(trainers, distance)
     assert found.scale == pytest.approx(variance / distance**2 / trainers, rel=0.1)
-    common = STEPS**2 * distance**2 + STEPS * variance / trainers
-    assert found.drift == pytest.approx((STEPS * variance * (1 - 1 / trainers) / common) ** 0.5, rel=0.1)
-
-
-def test_a_noise_scale_beyond_what_the_batches_tell_is_said_to_be_so() -> None:
-    """There is nothing but noise."""
-    found = measured(2, 0.0)
-    assert found.scale is None
-    assert f"more than {STEPS} joint batches, so that one twice as large would need at least 49 % fewer updates" in found.statement
 
 
 def test_a_training_that_diverges_has_no_noise_scale() -> None:

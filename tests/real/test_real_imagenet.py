@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from PIL import Image
 
 from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
-from fleetbench.workloads.data.data import held_out, num_training_samples, prepare
-from fleetbench.workloads.data.images import ImageBatches, evaluation_pixels, read_list, training_crop, training_pixels
+from fleetbench.workloads.data.data import num_training_samples, prepare
+from fleetbench.workloads.data.images import ImageBatches, read_list, training_crop, training_pixels
 from fleetbench.workloads.data.reader import Sampler
 
 NUM_TRAIN, NUM_VAL, CLASSES, SIZE = 23, 9, 5, 32
@@ -107,24 +106,6 @@ def test_three_ranks_read_what_one_process_reads(uneven: str, prepared: Path, im
     assert num_training_samples(prepared) == NUM_TRAIN
 
 
-def test_the_same_picture_is_cut_differently_in_every_epoch(prepared: Path, tmp_path: Path) -> None:
-    """An epoch's crops are another's neither as a whole nor mirrored, and depend on no earlier read."""
-    images = tmp_path
-    noise = np.random.default_rng(1).integers(0, 255, (60, 60, 3), dtype=np.uint8)
-    (images / "train/of one").mkdir(parents=True)
-    for number in range(NUM_TRAIN):
-        Image.fromarray(noise).save(images / f"train/of one/{number} é.JPEG", "JPEG")
-    reader = _reader(prepared, images, _sampler(batch_size=NUM_TRAIN, trainers=1))
-    order = [np.argsort(_sampler(batch_size=NUM_TRAIN, trainers=1).indices(epoch)) for epoch in (0, 1)]
-    first, second = (reader.batch(epoch)[0][torch.from_numpy(order[epoch])] for epoch in (0, 1))
-    for sample in range(NUM_TRAIN):
-        assert not torch.equal(first[sample], second[sample])
-        assert not torch.equal(first[sample], second[sample].flip(-1))
-    assert len({first[sample].numpy().tobytes() for sample in range(NUM_TRAIN)}) == NUM_TRAIN
-    again = _reader(prepared, images, _sampler(batch_size=NUM_TRAIN, trainers=1))
-    assert torch.equal(again.batch(1)[0][torch.from_numpy(order[1])], second)
-
-
 def test_a_training_crop_is_as_published() -> None:
     """Its area is uniform in 8..100 % of the picture where that fits, its ratio in 3/4..4/3, and half are mirrored."""
     crops = [training_crop(0, epoch, 5, 600, 500) for epoch in range(4000)]
@@ -141,21 +122,6 @@ def test_a_training_crop_is_as_published() -> None:
     assert abs(np.mean([crop.mirror for crop in crops]) - 0.5) < 0.03  # four standard deviations
     places = np.array([crop.left / (600 - crop.width) for crop in crops if crop.width < 300])
     np.testing.assert_allclose(np.quantile(places, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.04)
-
-
-def test_crops_are_a_function_of_seed_epoch_and_sample() -> None:
-    """Each of the three matters, and nothing else."""
-    crop = training_crop(1, 2, 3, 600, 500)
-    assert training_crop(1, 2, 3, 600, 500) == crop
-    assert len({crop, training_crop(2, 2, 3, 600, 500), training_crop(1, 3, 2, 600, 500), training_crop(1, 2, 4, 600, 500)}) == 4
-
-
-@pytest.mark.parametrize(("size", "expected"), [((1000, 10), (13, 10)), ((10, 1000), (10, 13)), ((1, 1), (1, 1))])
-def test_a_picture_too_thin_for_the_ratio_gives_its_middle(size: tuple[int, int], expected: tuple[int, int]) -> None:
-    """Where no draw fits, the crop is the largest in the middle whose ratio is allowed."""
-    crop = replace(training_crop(0, 0, 0, *size), mirror=False)
-    assert (crop.width, crop.height) == expected
-    assert (crop.left, crop.top) == ((size[0] - expected[0]) // 2, (size[1] - expected[1]) // 2)
 
 
 def test_training_pixels_are_the_crop_resized_and_mirrored(tmp_path: Path) -> None:
@@ -175,49 +141,12 @@ def test_training_pixels_are_the_crop_resized_and_mirrored(tmp_path: Path) -> No
     assert mirrored == {True, False}
 
 
-def test_evaluation_shows_the_middle(tmp_path: Path) -> None:
-    """With the shorter side of 120 pixels, 224/256 of it, 105, around the centre (100, 60); never mirrored."""
-    pixels = evaluation_pixels(_ramp(tmp_path), 15)
-    np.testing.assert_allclose(pixels[0], np.broadcast_to(47.5 + 7 * np.arange(15) + 3, (15, 15)), atol=3)
-    np.testing.assert_allclose(pixels[1], np.broadcast_to(2 * (7.5 + 7 * np.arange(15) + 3)[:, None], (15, 15)), atol=5)
-
-
 def _ramp(folder: Path) -> Path:
     """200 x 120 pixels: red is the column, green twice the row, with no colour information lost."""
     down, across = np.mgrid[:120, :200]
     ramp = np.stack([across, 2 * down, 0 * down], axis=2).astype(np.uint8)
     Image.fromarray(ramp).save(folder / "ramp.jpg", "JPEG", quality=100, subsampling=0)
     return folder / "ramp.jpg"
-
-
-def test_grey_pictures_become_colours(tmp_path: Path) -> None:
-    """A grey JPEG, as ImageNet has some, gives three equal channels."""
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 40), dtype=np.uint8)).save(tmp_path / "grey.jpg")
-    for pixels in (training_pixels(tmp_path / "grey.jpg", 16, 0, 0, 0), evaluation_pixels(tmp_path / "grey.jpg", 16)):
-        assert np.ptp(pixels, axis=0).max() == 0
-        assert np.ptp(pixels) > 0
-
-
-def test_the_held_out_split_is_part_of_val(prepared: Path, images: Path, tmp_path: Path) -> None:
-    """As many pictures as asked for, normalised, with their labels; another seed takes others; all where fewer are there."""
-    inputs, labels = held_out(prepared)
-    assert inputs.shape == (4, 3, SIZE, SIZE)
-    assert inputs.dtype == torch.float32
-
-    def chosen(inputs: torch.Tensor, labels: torch.Tensor) -> list[int]:
-        found = []
-        for picture, label in zip(inputs.double().numpy().transpose(0, 2, 3, 1), labels, strict=True):
-            raw = np.rint((picture * DEVIATION + MEAN) * 255).transpose(2, 0, 1)
-            (number,) = (n for n in range(NUM_VAL) if np.array_equal(raw, evaluation_pixels(images / f"val/{n}.JPEG", SIZE)))
-            assert label == (number + 1) % CLASSES
-            found.append(number)
-        return found
-
-    prepare(_workload(images, held_out=4), 1, tmp_path / "other")
-    prepare(_workload(images), 0, tmp_path / "all")
-    assert len(set(chosen(inputs, labels))) == 4
-    assert chosen(*held_out(tmp_path / "other")) != chosen(inputs, labels)
-    assert sorted(chosen(*held_out(tmp_path / "all"))) == list(range(NUM_VAL))
 
 
 @pytest.mark.parametrize(
@@ -249,32 +178,6 @@ def test_bad_lines_are_named(text: str | bytes | None, where: str, match: str, i
     assert caught.value.hint
     assert f"{tmp_path}/train.txt" in str(caught.value)
     assert where in str(caught.value)
-
-
-def test_a_file_that_is_no_picture_is_named(images: Path, tmp_path: Path) -> None:
-    """While training as well as in the held-out split, which the driver decodes, whole files and truncated ones."""
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        Image.new("RGB", (40, 40)).save(tmp_path / split / "0.jpg")
-        (tmp_path / f"{split}.txt").write_text("0.jpg 0\n")
-    workload = _workload(tmp_path)
-    prepare(workload, 0, tmp_path / "data")
-    sampler = replace(_sampler(batch_size=1, trainers=1), num_samples=1)
-    broken: list[bytes] = [b"no picture", (images / "train/of one/0 é.JPEG").read_bytes()[:-60]]
-    for content in broken:
-        (tmp_path / "train/0.jpg").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"cannot be decoded.*train/0\.jpg") as caught:
-            _reader(tmp_path / "data", tmp_path, sampler).batch(0)
-        assert caught.value.hint
-    (tmp_path / "val/0.jpg").write_bytes(broken[0])
-    with pytest.raises(ConfigError, match=r"val\.txt:1: cannot be decoded"):
-        prepare(workload, 0, tmp_path / "data")
-
-
-def test_a_folder_that_is_not_there_is_refused() -> None:
-    """The error says what an ImageNet folder holds."""
-    with pytest.raises(ConfigError, match=r"nowhere/train\.txt.*\n.*train/, val/"):
-        prepare(_workload(Path("/nowhere")), 0, Path())
 
 
 def test_decoding_threads_read_the_same_and_end_with_the_reader(prepared: Path, images: Path) -> None:

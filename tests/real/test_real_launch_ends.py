@@ -47,27 +47,6 @@ time.sleep(0.5)
 (folder / f"ended{rank}").write_text(str(os.waitpid(pid, os.WNOHANG)[0]))
 """
 )
-SERVED = (
-    BEGIN
-    + """
-import torch
-from fleetbench import DistributedStrategy, fleet
-fleet.init(DistributedStrategy(mode="ps", a_sync=True), timeout_s=60)
-if fleet.is_server():
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    fleet.init_server()
-    fleet.run_server(save_to=folder / "checkpoint")
-else:
-    model = fleet.distributed_model(torch.nn.Linear(4, 1))
-    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    fleet.init_worker()
-    (folder / "ready0").touch()
-    while not told:
-        model(torch.ones(2, 4)).sum().backward(); optimizer.step(); optimizer.zero_grad()
-    time.sleep(4)
-    fleet.stop_worker()
-"""
-)
 
 
 @contextmanager
@@ -131,34 +110,6 @@ def test_what_a_trainer_has_started_ends_after_it(tmp_path: Path) -> None:
         while psutil.pid_exists(child):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_servers_serve_trainers_that_were_told_to_end(tmp_path: Path) -> None:
-    """They write their last checkpoint once the trainers have left."""
-    with launched(SERVED, tmp_path, "--servers", "1", "--workers", "1") as launch:
-        os.kill(launch.pid, signal.SIGTERM)
-        assert launch.wait(60) == 130, (tmp_path / "out").read_text()
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["shard-00000-of-00001.safetensors"]
-
-
-@pytest.mark.slow
-def test_a_launch_beside_another_needs_a_folder_of_its_own(tmp_path: Path) -> None:
-    """It says so, and hurts no log of the first."""
-    with launched(SAVES, tmp_path, "--nproc", "1") as first:
-        script = tmp_path / "other.py"
-        script.write_text("print('the second')\n")
-        words = ["launch", "--nproc", "1", "--log-dir", tmp_path / "log", script]
-        second = fork_command(words, tmp_path / "out2", tmp_path / "tmp")
-        try:
-            assert second.wait(60) == 3
-        finally:
-            second.kill()
-            second.wait()
-        assert "another launch writes its logs there" in (tmp_path / "out2").read_text()
-        os.kill(first.pid, signal.SIGTERM)
-        assert first.wait(60) == 130
-    assert (tmp_path / "log" / "workerlog.0").read_text() == "saved after 4 s\n"
 
 
 def test_two_launches_do_not_write_to_one_folder(tmp_path: Path) -> None:

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from datetime import timedelta
 
 import pytest
 
 from fleetbench.errors import EnvironmentLacks
-from real.job.launcher import QUIET, quiet
 from real.processes import joining
-from real.processes.joining import _address, interface_towards, is_loopback, own_among
-from real.processes.roles import Role
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "visible", "launcher", "backend"),
-    [
-        (0, None, "torchrun", "gloo"),
-        (1, None, "torchrun", "gloo"),
-        (1, "1", "slurm", "nccl"),
-        (2, None, "torchrun", "nccl"),
-        (2, None, "none", "gloo"),
-    ],
-    ids=["no device", "one device for two", "each sees its own", "a device each", "started alone"],
-)
-def test_nccl_carries_trainers_that_have_a_device_each(
-    monkeypatch: pytest.MonkeyPatch, num_devices: int, visible: str | None, launcher: str, backend: str
-) -> None:
-    """The others meet on gloo, wherever their tensors are."""
-    asked: list[str] = []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: num_devices > 0)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: asked.append(backend))
-    role = Role(kind="trainer", rank=0, trainers=2, trainers_per_node=2, launcher=launcher)  # type: ignore[arg-type]  # a parameter's
-    joining.join(role, timedelta(seconds=1))
-    assert asked == [backend]
+from real.processes.joining import interface_towards, is_loopback, own_among
 
 
 def test_the_interface_towards_an_address() -> None:
@@ -73,25 +42,3 @@ def test_addresses_that_mean_the_machine_itself(host: str, is_it: bool) -> None:
 def test_this_machine_is_found_among_hosts() -> None:
     """Addresses of this machine's interfaces, and no others."""
     assert own_among(["192.0.2.1", "127.0.0.1", "no-such-host.invalid"]) == [1]
-
-
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch on one machine sets threads and messages only where nobody has; where gloo listens is not the user's to say."""
-    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):
-        monkeypatch.delenv(name, raising=False)
-    assert quiet() == QUIET
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert quiet() == {name: value for name, value in QUIET.items() if name != "OMP_NUM_THREADS"}
-
-
-def test_the_way_to_rank_0_counts_on_several_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers of one machine under torchrun, and those that meet in a file, need no interface chosen."""
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    torchrun = Role(launcher="torchrun", trainers=4, trainers_per_node=2, rendezvous="env://")
-    assert _address(torchrun) == ("10.0.0.1", 29500)
-    assert _address(dataclasses.replace(torchrun, trainers_per_node=None)) == ("10.0.0.1", 29500)
-    assert _address(dataclasses.replace(torchrun, trainers_per_node=4)) is None
-    assert _address(dataclasses.replace(torchrun, rendezvous="file:///tmp/x")) is None
-    assert _address(dataclasses.replace(torchrun, rendezvous="tcp://10.0.0.2:22")) == ("10.0.0.2", 22)

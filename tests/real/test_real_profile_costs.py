@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -12,16 +11,13 @@ import pytest
 from sim_cases import link, with_profile
 
 from fleetbench.cluster import Link
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.measurements import CollectivePoint, GradientNoise, StragglerFit
+from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.layers import Gradient, Layer, LayerTable, scaled
-from fleetbench.profile import Communication, Profile, compute_key, table_for
+from fleetbench.profile import Communication, Profile, compute_key
 from fleetbench.quantities import Bytes, Nanoseconds
-from fleetbench.result import RunResult, step_s_of
-from fleetbench.stragglers import Jitter
-from fleetbench.strategy import ASyncConfigs, DistributedStrategy, LocalSGDConfigs
-from real.leg import Leg
+from fleetbench.result import RunResult
+from fleetbench.strategy import DistributedStrategy
 from real.profile import measuring as profile_legs
 from real.profile.costs import (
     closing,
@@ -31,17 +27,12 @@ from real.profile.costs import (
     points_of,
     quantising,
     settled,
-    sharing_notes,
     slowdowns_of,
     start_times,
     starts_of,
-    typical,
     with_averaging,
 )
-from real.training import ComputedTraining
-from sim.many.objective import StepTime
 from sim.run import simulate
-from tuner.tune import _of_profile
 
 US = 1_000
 MS = 1_000_000
@@ -130,30 +121,6 @@ def test_a_slow_rank_does_not_make_collectives_longer(run: Callable[..., RunResu
     assert ranks[0] > 10 * ranks[1]
 
 
-def test_an_exchange_ends_with_its_last_rank(run: Callable[..., RunResult]) -> None:
-    """Rank 1 has all segments of a ring 5 ms before rank 0, and so waits 5 ms more for it: the pace of steps is rank 0's."""
-    result = run(profile_legs.whole(PLAIN))
-    early = result.steps["rank"] == 1
-    skewed = result.steps.assign(exposed_comm_s=result.steps["exposed_comm_s"] - 5e-3 * early, wait_s=result.steps["wait_s"] + 5e-3 * early)
-    np.testing.assert_allclose(exchanges(dataclasses.replace(result, steps=skewed)), exchanges(result), rtol=1e-9)
-
-
-def test_what_is_typical_is_a_mean_without_hiccups() -> None:
-    """Of 100 steps the two slowest do not count; of 40 all do; of none there is nothing."""
-    assert typical([1.0] * 98 + [50.0, 90.0]) == 1.0
-    assert typical([1.0] * 49 + [3.0] * 49 + [50.0, 90.0]) == 2.0
-    assert typical([1.0] * 39 + [41.0]) == 2.0
-    assert typical([]) == 0.0
-
-
-def test_most_of_the_weight_lies_on_the_whole() -> None:
-    """Seven small points 20 % above a line that the whole lies on: the whole is met within 2 %."""
-    nbytes = [10_000 * 2**power for power in range(8)]
-    points = [_point(size, (400 * US + 8 * size) * (1.0 if size == nbytes[-1] else 1.2)) for size in nbytes]
-    fitted = fit_points(points, 2)
-    assert fitted.line.intercept + fitted.line.slope * nbytes[-1] == pytest.approx(points[-1].took * 1e-9, rel=0.02)
-
-
 def _point(nbytes: int, took_ns: float) -> CollectivePoint:
     return CollectivePoint(nbytes=Bytes(nbytes), took=Nanoseconds(round(took_ns)))
 
@@ -223,94 +190,6 @@ def test_the_steps_after_an_exchange_are_told_from_the_others_of_a_round(
     assert found.merge == pytest.approx(5 * MS, rel=0.005)
 
 
-def test_few_rounds_and_noise_tell_nothing(run: Callable[..., RunResult]) -> None:
-    """Two whole rounds, however clear; and steps that differ by chance, up to a fifth."""
-    short = cooled(run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=8)))
-    assert (with_averaging(table(), short).local_compute, with_averaging(table(), short).resume) == (1.0, 0)
-    averaged = run(profile_legs.averaged(PLAIN, "sgd", 8), experiment(steps=40))
-    draws = np.random.Generator(np.random.Philox(3)).uniform(0.8, 1.2, len(averaged.steps))
-    noisy = dataclasses.replace(averaged, steps=averaged.steps.assign(forward_s=0.03 * draws))
-    assert (with_averaging(table(), noisy).local_compute, with_averaging(table(), noisy).resume) == (1.0, 0)
-
-
-ROUNDS = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=4))
-GEO = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=8))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "share"),
-    [
-        (PLAIN, 1.0),
-        (ROUNDS, 0.8),
-        (DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=1)), 1.0),
-        (DistributedStrategy(adaptive_localsgd=True), 0.8),
-        (GEO, 0.8),
-        (DistributedStrategy(mode="ps", a_sync=True), 1.0),
-    ],
-)
-def test_local_steps_have_their_own_compute(strategy: DistributedStrategy, share: float) -> None:
-    """Of rounds of several steps and GeoSGD; an emulated device sleeps, and cools nothing."""
-    base = experiment()
-    given = base.replace(strategy=strategy, cluster=dataclasses.replace(base.cluster, servers=1 if strategy.mode == "ps" else 0))
-    kept = dataclasses.replace(table(local_compute=0.8, resume=Nanoseconds(6 * MS)), key=compute_key(given))
-    profile = Profile(machine="", created="", tables=(kept,))
-    found = table_for(with_profile(given, profile))
-    assert (found.forward_ns, found.backward_ns) == (share * 32 * MS, share * 72 * MS)
-    assert found.resume == (6 * MS if share < 1 else 0)
-    emulated = table_for(with_profile(given.replace(run=dataclasses.replace(given.run, device="emulated")), profile))
-    assert (emulated.forward_ns, emulated.resume) == (32 * MS, 0)
-
-
-def test_a_real_runs_delays_are_shares_of_what_its_strategy_computes() -> None:
-    """As in simulation: X times the compute of local steps, where trainers take them."""
-    profile = Profile(machine="", created="", tables=(table(local_compute=0.8, resume=Nanoseconds(6 * MS)),))
-    given = with_profile(experiment(), profile)
-    own = SimpleNamespace(_experiment=given)
-    for strategy, compute in ((PLAIN, 104.0), (ROUNDS, 83.2)):
-        used = ComputedTraining._table(own, strategy)  # type: ignore[arg-type]  # it reads the experiment alone
-        assert used is not None
-        assert used.forward_ns + used.backward_ns == compute * MS
-
-
-def test_what_times_without_stragglers_lack_is_said_of_a_tuning() -> None:
-    """A profile that fitted stragglers, in an experiment that declares none; and not where it declares them."""
-    fit = StragglerFit(statements=(), base=Nanoseconds(1), median=Nanoseconds(2), entries=(Jitter(distribution="exponential", mean=0.3),))
-    profile = Profile(machine="", created="", tables=(table(),), stragglers=fit)
-    (said,) = _of_profile(with_profile(experiment(), profile))
-    assert "simulated steps are too short" in str(said)
-    declared = experiment(stragglers=({"kind": "jitter", "distribution": "exponential", "mean": 0.3},))
-    assert _of_profile(with_profile(declared, profile)) == ()
-
-
-def test_a_tuning_says_the_gradient_noise_of_its_profile() -> None:
-    """Where it was measured."""
-    profile = Profile(machine="", created="", tables=(table(),), gradient_noise=GradientNoise(steps=10, scale=0.4, drift=0.3))
-    (said,) = _of_profile(with_profile(experiment(), profile))
-    assert "0.4 joint batches, so that one twice as large would need 14 % fewer updates" in str(said)
-    assert "10 steps without an exchange moved trainers apart by 0.3 of their common way" in str(said)
-
-
-@pytest.mark.parametrize("order", [(PLAIN, ROUNDS), (ROUNDS, PLAIN)])
-def test_a_search_prices_both_kinds_of_steps_as_simulations_do(order: tuple[DistributedStrategy, ...]) -> None:
-    """Whichever is asked for first. By hand, a round of four: 4 x 83.2 ms of compute, 6 ms to resume, and its exchange."""
-    given = experiment(steps=42)
-    costs = table(local_compute=0.8, resume=Nanoseconds(6 * MS))
-    communication = Communication(backend="gloo", trainers=2, link=link(1, 200 * US))
-    profile = Profile(machine="", created="", tables=(costs,), communication=communication)
-    step_s = StepTime(with_profile(given, profile))
-    found = {strategy: step_s(strategy) for strategy in order}
-    for strategy in order:
-        assert found[strategy] == pytest.approx(step_s_of(simulate(with_profile(given.replace(strategy=strategy), profile))), rel=1e-9)
-    exchange_s = 400e-6 + 4 * sum(SIZES) * 8e-9
-    assert found[ROUNDS] == pytest.approx(0.0832 + (0.006 + exchange_s) / 4, rel=0.01)
-
-
-def test_a_profile_without_compute_of_local_steps_is_refused() -> None:
-    """A share of 0, as a leg of too few steps would give."""
-    with pytest.raises(ConfigError, match=r"local_compute.*\n?.*HINT"):
-        table(local_compute=0.0)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("gbit", [1.0, 0.5, 0.8])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -329,14 +208,6 @@ def test_two_in_flight_see_what_they_were_given(run: Callable[..., RunResult], g
     assert found.bandwidth == pytest.approx(gbit * 1e9, rel=0.06)
 
 
-def test_a_sharing_beyond_what_is_fitted_is_noted() -> None:
-    """A hundredth of the bandwidth is the least that the fit gives."""
-    alone = link(1, MS)
-    (said,) = sharing_notes((link(0.0101, MS),), alone)
-    assert said.startswith("the link: two in flight took longer than the fit allows for: each is said to have 0.01 of the bandwidth")
-    assert sharing_notes((link(0.02, MS),), alone) == []
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("optimizer", "given"), [("sgd", 20 * MS), ("adam", 3 * MS), ("sgd", 0)])
 def test_quantising_costs_what_it_was_given(run: Callable[..., RunResult], optimizer: str, given: int) -> None:
@@ -345,25 +216,6 @@ def test_quantising_costs_what_it_was_given(run: Callable[..., RunResult], optim
     assert {operation.wire_dtype for operation in quantised.plan.exchange} == {"int8"}
     points = points_of(run(profile_legs.whole(PLAIN)), run(profile_legs.queued(PLAIN, "sgd")))
     assert quantising(quantised, fit_points(points, 2)) == pytest.approx(given, rel=0.01, abs=0.1 * MS)
-
-
-def test_gradient_noise_is_that_of_the_first_try() -> None:
-    """Where the machine was busy, layers are measured again, by trainers that have drifted apart in the meantime."""
-    tries = iter(range(1, 4))
-
-    class Busy:
-        """A session on a machine that is never quiet."""
-
-        foreign_cores = 1.0
-
-        def run_profile(self, _leg: Leg) -> list[dict[str, object]]:
-            """Of two ranks."""
-            return [{"gradient_noise": {"steps": 10, "scale": float(next(tries)), "drift": 0.1}}] * 2
-
-    legs = profile_legs.Legs(Busy(), 1.0, lambda: None)  # type: ignore[arg-type]  # so much of it
-    assert legs.layers(PLAIN)[0]["gradient_noise"]["scale"] in (1.0, 2.0, 3.0)
-    assert next(tries, None) is None
-    assert legs.noise == {"steps": 10, "scale": 1.0, "drift": 0.1}
 
 
 @pytest.mark.parametrize("unused", [False, True])

@@ -84,15 +84,6 @@ def test_what_others_compute_is_seen_and_what_is_ours_is_not() -> None:
     assert 0.15 < load.cores < (os.cpu_count() or 1) - own_cores + 0.3  # more than what the child left would be the child's
 
 
-@pytest.mark.usefixtures("busy_core")
-def test_nobody_looks_where_the_user_accepts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then there is no figure, and so no warning."""
-    monkeypatch.setenv(BUSY, "accept")
-    with watching() as load:
-        subprocess.run([sys.executable, "-c", ""], check=True)
-    assert load.cores is None
-
-
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.usefixtures("busy_core", "short_profiles")
@@ -110,18 +101,3 @@ def test_a_real_run_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.Ca
     assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["foreign_cores"] > 0.15
     assert main(["report", str(run)]) == 0
     assert "measured on a busy machine" in (run / "report.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.usefixtures("busy_core", "short_profiles")
-def test_a_tuning_beside_a_busy_core_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In its notes, for the profile and for the legs; the simulator's profile is taken again by the next command."""
-    out = tmp_path / "runs"
-    assert main(["tune", _experiment(tmp_path), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "the profile was measured on a busy machine" in said
-    assert "because the machine was not quiet in any repeat" in said
-    assert main(["sim", _experiment(tmp_path), "--out", str(out)]) == 0
-    assert "the profile was measured on a busy machine" in capsys.readouterr().err
-    assert [path.name.endswith(".busy.toml") for path in (out / "profiles").iterdir()] == [True]

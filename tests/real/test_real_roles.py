@@ -46,12 +46,6 @@ def test_torchruns_variables() -> None:
     require_address(role, TORCHRUN)
 
 
-def test_an_operators_variables_are_one_trainer_a_pod() -> None:
-    """PyTorchJob sets rank, size and address alone."""
-    pod = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert role_of(pod) == Role(launcher="torchrun", rank=5, trainers=8, trainers_per_node=1, rendezvous="env://")
-
-
 def test_a_launch_on_one_machine_meets_in_a_file() -> None:
     """The file of ``fleetbench launch`` stands for address and port, which are then not needed."""
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", STORE: "/tmp/x/store"}  # noqa: S108  # a name alone
@@ -144,26 +138,6 @@ def test_what_is_no_hierarchy_is_seen(environment: dict[str, str]) -> None:
     assert role_of(environment).trainers_per_node is None
 
 
-def test_a_batch_scripts_own_process_is_alone() -> None:
-    """Outside of a step, Slurm's variables describe the allocation, and nobody else was started."""
-    batch = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP_")}
-    assert role_of(batch) == Role()
-    assert role_of({}) == Role()
-
-
-def test_one_task_needs_no_rendezvous() -> None:
-    """A step of one task, such as an interactive one, is one trainer."""
-    alone = {**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-    assert role_of(alone).rendezvous is None
-    assert role_of({"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1"}).rendezvous is None
-
-
-def test_the_nearest_launcher_wins() -> None:
-    """Torchrun inside of a step, or beside Paddle's variables, is who started the trainer."""
-    assert role_of({**SLURM, **PADDLE, **TORCHRUN}).launcher == "torchrun"
-    assert role_of({**SLURM, **PADDLE}).launcher == "Paddle"
-
-
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
@@ -183,14 +157,6 @@ def test_what_is_missing_or_senseless_is_named(environment: dict[str, str], name
         role_of(environment)
     assert caught.value.where == named
     assert caught.value.hint
-
-
-def test_a_missing_address_is_named() -> None:
-    """Torch's own variables are looked for before torch does, whose error is a traceback."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        environment = {key: value for key, value in TORCHRUN.items() if key != name}
-        with pytest.raises(ConfigError, match=name):
-            require_address(role_of(environment), environment)
 
 
 def test_paddles_variables_train(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("failing_script.py")
 WAYS = (
     (1.0, LegFailed, "rank 1", "ValueError: the third layer is odd"),
     (2.0, LegFailed, "rank 0", "not a number"),  # as on all ranks, after one average
-    (3.0, LegFailed, "rank 1", "out of memory"),
+    (3.0, LegFailed, "rank 1", "MemoryError|out of memory|allocate"),
     (4.0, LegLost, "rank 1", "stopped answering at step"),
     (5.0, LegLost, "rank 1", "was killed by SIGKILL at step"),
 )

@@ -21,7 +21,7 @@ from fleetbench.errors import EnvironmentLacks
 from real.job import inside
 from real.job.folder import DriverSide
 from real.processes.place import make_folder
-from real.processes.roles import STORE, TUNING, Role
+from real.processes.roles import Role
 
 JOB = Path(__file__).with_name("inside_job.py")
 ENDLESS = Path(__file__).with_name("endless_script.py")
@@ -131,71 +131,7 @@ def test_a_lasting_failure_is_named_and_explained(how: str, said: str, tmp_path:
     assert log.exists(), "a later start removes it"
 
 
-def test_one_process_drives_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher of one process has no others to serve; nor has a process that nobody launched."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PADDLE_TRAINER_ID", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    assert inside.role_inside() is None
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert inside.role_inside() is None
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    role = inside.role_inside()
-    assert role is not None
-    assert role.trainers == 2
-
-
-def test_trainers_of_a_launch_meet_in_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever started the job, its trainers are told torchrun's variables and a file; from outside nothing is told."""
-    slurm = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "5",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "1",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-        "SLURM_STEP_NODELIST": "a,b",
-    }
-    for name, value in slurm.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("RANK", raising=False)
-    attaches = {"FLEETBENCH_ATTACH", "PYTHONPATH"}  # to a script of DistributedDataParallel
-    assert inside.trainer_environment(tmp_path / "1").keys() == attaches
-    DriverSide(tmp_path / "2").make(7)
-    assert inside.trainer_environment(tmp_path / "2").keys() == {"FLEETBENCH_SEED"} | attaches
-    assert inside.trainer_environment(tmp_path / "2")["FLEETBENCH_SEED"] == "7"
-    monkeypatch.setenv(inside.SHARED, str(tmp_path))
-    assert inside.trainer_environment(tmp_path / "2")["FLEETBENCH_SEED"] == "7"
-    told = inside.trainer_environment(tmp_path / "1")
-    assert {name: value for name, value in told.items() if name not in attaches} == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        STORE: str(tmp_path / "1" / "store"),
-    }
-
-
 ROLE = Role(launcher="torchrun", rank=3, trainers=4, local_rank=1, trainers_per_node=2)
-
-
-def test_every_trainer_gets_the_experiments_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a trainer that another rank of the job starts: the experiment's variables replace the rank's own."""
-    started: list[dict[str, str]] = []
-
-    def popen(_: object, **named: Any) -> SimpleNamespace:
-        started.append(named["env"])
-        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, kill=lambda: None)
-
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    driver = DriverSide(tmp_path / "1")
-    driver.make()
-    watch: Any = SimpleNamespace(must_end=lambda: False)
-    inside._train(ROLE, ["true"], {"NCCL_DEBUG": "INFO", "RANK": "0"}, driver.path, watch)
-    ((name, rank, tuning),) = [tuple(found[key] for key in ("NCCL_DEBUG", "RANK", TUNING)) for found in started]
-    assert (name, rank, tuning) == ("INFO", "3", str(driver.path))
 
 
 def test_a_program_that_a_node_lacks_is_named_with_its_rank(tmp_path: Path) -> None:

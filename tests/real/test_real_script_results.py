@@ -69,15 +69,6 @@ def even(numbers: range, begin: int = 0) -> list[dict[str, Any]]:
     return [step(number, (number - 1) * STEP, begin=begin) for number in numbers]
 
 
-def test_steps_lie_side_by_side() -> None:
-    """Nothing is cut where nobody evaluates."""
-    found = run(part(0, even(range(1, 11))), part(1, even(range(1, 11))))
-    assert found.summary.steps == 10
-    assert found.summary.wall_s == pytest.approx(0.1)
-    assert found.summary.exposed_comm_s == pytest.approx(0.002)
-    assert found.peak_bytes == (0, 1)
-
-
 def test_an_evaluation_is_no_part_of_a_step() -> None:
     """Rank 0 evaluates for 500 ms after step 4, and rank 1 waits for it in step 5: both steps are left out, the others are as ever."""
     pause = 500 * MS
@@ -140,23 +131,6 @@ def test_under_local_steps_an_evaluation_ends_with_the_next_averaging() -> None:
     assert sorted(behind_the_last.steps["step"].unique()) == list(range(1, 9))
 
 
-def test_what_is_evaluated_behind_every_step_belongs_to_the_loop() -> None:
-    """A loop that looks at a validation batch after each step is that slow."""
-    steps = [step(number, (number - 1) * 2 * STEP, tail=STEP) for number in range(1, 11)]
-    found = run(part(0, steps, evaluated=list(range(1, 11))), part(1, [dict(entry, record=dict(entry["record"])) for entry in steps]))
-    assert found.summary.steps == 10
-    assert found.summary.step_s["mean"] == pytest.approx(0.02)
-
-
-def test_times_of_another_host_are_put_on_the_first_ranks_clock() -> None:
-    """A clock that is three hours ahead changes nothing."""
-    ahead = 3 * 3600 * 1000 * MS
-    near = run(part(0, even(range(1, 11))), part(1, even(range(1, 11))))
-    far = run(part(0, even(range(1, 11))), part(1, even(range(1, 11), begin=ahead), clock_offsets_ns=[[ahead, ahead]]))
-    assert far.steps.equals(near.steps)
-    assert far.spans == near.spans
-
-
 def test_a_clock_that_drifts_within_a_leg_is_followed() -> None:
     """One that gains 1 ms a step shows steps that begin ever later; compared at both ends of the leg, they begin together."""
     begins = [(number - 1) * STEP for number in range(1, 11)]
@@ -196,14 +170,3 @@ def test_a_target_is_looked_for_in_what_evaluations_leave() -> None:
     assert found.final_loss == pytest.approx((1 / 10 + 1 / 11) / 2)
     assert found.time_to_target_s == pytest.approx(0.04)
     assert found.metrics == {"acc": 3.5}
-
-
-def test_a_loss_that_is_seldom_reported_counts() -> None:
-    """Every third of nine steps: three windows of three steps, whose means are those reports; a tenth step's window has no end."""
-    ranks = [part(rank, even(range(1, 11))) for rank in range(2)]
-    for number in (3, 6, 9, 10):
-        ranks[0]["steps"][number - 1]["record"]["loss"] = 1 / number
-    experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 2}, "workload": {"target_loss": 0.5, "eval_every": 3}})
-    found = run_of(experiment, Leg(steps=10, warmup_steps=0, start="initial", evaluate=True), ranks).summary
-    assert found.final_loss == pytest.approx(1 / 9)
-    assert found.time_to_target_s == pytest.approx(0.03)

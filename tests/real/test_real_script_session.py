@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -22,8 +17,7 @@ from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
-from real.job import launch, script_session
-from real.job.launch import CommandLaunch, started_with
+from real.job import script_session
 from real.job.script_session import ScriptSession
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
@@ -80,13 +74,6 @@ def test_what_the_script_is_becomes_an_experiment(script: Open) -> None:
     assert session.hosts == ("host0", "host1")
 
 
-@pytest.mark.parametrize(("nodes", "told"), [(2, ["the script ran on 2 trainers, not on the 4 of the experiment's cluster"]), (1, [])])
-def test_another_number_of_trainers_than_the_files_is_noted(script: Open, nodes: int, told: list[str]) -> None:
-    """Whoever prints a job for four and finds two is told."""
-    with script(base=Experiment.from_dict({"cluster": {"nodes": nodes, "trainers_per_node": 2}})) as session:
-        assert session.notes == told
-
-
 @pytest.mark.parametrize(
     ("base", "where"),
     [
@@ -111,19 +98,6 @@ def test_legs_follow_each_other_in_one_launch(script: Open, notes: Path) -> None
     assert [run.experiment.strategy for run in runs] == [DEFAULT, SMALL, SMALL, DEFAULT]
     assert runs[0].peak_bytes == (1000, 1001)
     assert launches(notes) == ["legs record13 leg12 leg12 leg12 leg12 stop"]
-
-
-@pytest.mark.slow
-def test_a_start_from_the_beginning_is_a_launch_of_its_own(script: Open, notes: Path) -> None:
-    """The loss that the script reports, in means of 20 steps, says when the target was reached: 1 / step is below 0.04 from step 25 on."""
-    base = Experiment.from_dict({"workload": {"target_loss": 0.04, "eval_every": 20}})
-    with script(base=base) as session:
-        run = session.run(replace(leg(steps=120, start="initial", evaluate=True), seed=7))
-        session.run(leg())
-    assert launches(notes) == ["legs record13 stop", "legs seed7 leg122 leg12 stop"]
-    # The mean of 1/21 ... 1/40 is 0.0339: the second window is the first of three hits, and ends with step 40, of 4 ms each.
-    assert run.summary.time_to_target_s == pytest.approx(40 * 0.004)
-    assert run.summary.final_loss == pytest.approx(sum(1 / step for step in range(101, 121)) / 20)
 
 
 @pytest.mark.slow
@@ -154,17 +128,6 @@ def _run_pairs(session: ScriptSession, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_legs_that_belong_together_are_of_one_launch(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is known how many steps a launch has, a pair that does not fit into the rest begins a new one."""
-    monkeypatch.setattr(script_session, "_USED", math.inf)
-    with script("*:*:total=40") as session:
-        for _ in range(3):
-            session.run(leg())
-        _run_pairs(session, 2)
-    assert launches(notes)[1:] == ["legs leg12 leg12 leg12 stop", "legs leg12 leg12 stop"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("used", "found"), [(0.0, 3), (1e6, 1)], ids=["used", "as good as new"])
 def test_pairs_are_of_several_launches(script: Open, notes: Path, monkeypatch: pytest.MonkeyPatch, used: float, found: int) -> None:
     """A launch that legs have used for a share of its start makes room for the next pair's; the two legs of a pair share theirs."""
@@ -176,43 +139,6 @@ def test_pairs_are_of_several_launches(script: Open, notes: Path, monkeypatch: p
     assert len(launches(notes)) == found
     assert legs + [word for line in launches(notes)[1:] for word in line.split()[1:-1]] == ["leg12"] * 6
     assert {line.count("leg12") for line in launches(notes)[-found:]} == {6 // found}
-
-
-def test_a_pair_is_cut_to_what_a_launch_carries(script: Open) -> None:
-    """Of 41 steps each of two legs of 32 gets twenty, two of them warm-up, which is noted once; shorter ones and too short shares stay."""
-    session = script()
-    pair = [leg(DEFAULT, steps=30), leg(SMALL, steps=30)]
-    session.together(pair)
-    assert session._fitted(pair[0]) == pair[0], "nobody knows yet how many there are"
-    session.capacity = 41
-    for _ in range(2):
-        session.together(pair)
-        assert [session._fitted(one) for one in pair] == [leg(DEFAULT, steps=18), leg(SMALL, steps=18)]
-    assert session.notes == ["the legs of a pair were cut to 20 steps with their warm-up: a launch of the script has 41"]
-    short = script()
-    short.capacity = 9
-    short.together(pair)
-    assert short._fitted(pair[0]).steps == 7, "a share would be four steps, two of them warm-up: too few"
-    assert short.notes == []
-    whole = script()
-    whole.capacity = 64
-    whole.together(pair)
-    assert whole._fitted(pair[0]).steps == 30
-
-
-def test_a_script_that_ends_anywhere_is_told_what_to_do(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every launch ends some steps before the last one did, no leg is long enough for the next."""
-    capacities = iter(range(100, 0, -10))
-
-    def started(_: Leg) -> CommandLaunch:
-        gone = {"num_steps": next(capacities), "ranks": {}, "startup_s": 0.0, "held_s": 0.0, "output": Path()}
-        return cast("CommandLaunch", SimpleNamespace(**gone, run=lambda *_: {}, kill=lambda: None))
-
-    session = script()
-    monkeypatch.setattr(session, "_launch_for", started)
-    with pytest.raises(LegLost, match="each time after another number of steps") as caught:
-        session._run(leg())
-    assert "tune.leg_steps" in (caught.value.hint or "")
 
 
 def test_a_leg_is_cut_to_what_the_script_has(script: Open, notes: Path) -> None:
@@ -239,24 +165,6 @@ def test_a_script_without_the_four_lines_is_named(tmp_path: Path) -> None:
     assert "nothing_of_that_name" in (lost.value.hint or "")
     with pytest.raises(EnvironmentLacks, match="no-such-program"), ScriptSession(["no-such-program"], Experiment()):
         pass
-
-
-@pytest.mark.slow
-def test_a_script_that_never_steps_is_named(tmp_path: Path) -> None:
-    """One that wraps its model, and whose optimizer never steps, is told where a step ends; fleet's lines would not help it."""
-    idle = tmp_path / "idle.py"
-    idle.write_text(
-        "import torch, torch.distributed as dist\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for _ in range(4):\n"
-        "    model(torch.ones(1, 2)).sum().backward()\n"
-    )
-    with pytest.raises(ConfigError, match="ends before a leg") as caught, ScriptSession([sys.executable, str(idle)], Experiment()):
-        pass
-    assert "optimizer.step()" in (caught.value.hint or "")
-    assert "fleet.init" not in (caught.value.hint or "")
 
 
 @pytest.mark.slow
@@ -306,65 +214,3 @@ def test_a_loss_that_is_no_number_is_named_among_layer_times(script: Open) -> No
         assert "the workers' output: " in caught.value.hint
         assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
         assert session._num_launches == 2
-
-
-def test_a_loss_that_is_no_number_is_named_in_the_first_leg(script: Open) -> None:
-    """Before anything is searched: the script's own strategy gave it."""
-    with pytest.raises(LegFailed, match="rank 1: not a number: the loss was nan at step 5\n"), script("*:0:nan"):
-        pass
-
-
-@pytest.mark.slow
-def test_a_launch_that_breaks_among_layer_times_is_replaced(script: Open) -> None:
-    """As in the first leg, and in any other."""
-    with script("0:0:killed", "1:1:killed") as session:
-        assert session.run_profile(PROFILED) == [{"rank": 0}, {"rank": 1}]
-    assert [note.rpartition(" was killed")[2] for note in session.notes] == [" by SIGKILL"] * 2
-
-
-@pytest.mark.slow
-def test_a_script_that_hangs_is_ended(script: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the timeout, with the step at which it fell silent."""
-    monkeypatch.setattr(launch, "_MARGIN_S", 0.2)
-    base = Experiment.from_dict({"run": {"timeout": "1 s"}})
-    begin_s = time.monotonic()
-    seen: set[tuple[int, int]] = set()
-    with (
-        script("*:1:hangs", "1:0:hangs", base=base) as session,
-        pytest.raises(LegLost, match="stopped answering at step 5") as caught,
-    ):
-        session.run(leg(), lambda done, total: seen.add((done, total)))
-    assert "run.timeout" in (caught.value.hint or "")
-    assert time.monotonic() - begin_s < 15
-    assert (3, 10) in seen, "two of a leg's first five steps are warm-up"
-
-
-def test_the_scripts_own_configuration_error_is_handed_on(script: Open) -> None:
-    """In the first leg it is the user's to mend."""
-    with pytest.raises(ConfigError, match="is refused here"), script("*:0:config"):
-        pass
-
-
-def test_an_end_that_is_not_well_is_noted(script: Open) -> None:
-    """The results are there: an exit code after the last leg is said, and nothing is lost."""
-    with script("*:stop:code=3") as session:
-        session.run(leg())
-    assert len(session.notes) == 1
-    assert "exit code 3" in session.notes[0]
-
-
-def test_nothing_is_left_of_a_session_that_fails(script: Open) -> None:
-    """An exception of the driver's own ends the command, and its folder goes."""
-    folders: list[Path] = []
-
-    def fail() -> None:
-        with script() as session:
-            folders.append(session._folder)
-            assert started_with(session._folder / "1")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    (folder,) = folders
-    assert not folder.exists()
-    assert not started_with(folder / "1")

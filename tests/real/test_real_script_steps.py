@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
 from real.engine.stopwatch import Stopwatch, TimedStep
 from real.job.driver_watch import end_script
-from real.job.folder import BeatReader, DriverSide, RankSide
+from real.job.folder import DriverSide, RankSide
 from real.job.rank_legs import EngineSwitch, RankLegs, clock_ahead_ns
 from real.leg import Leg
 from real.leg_steps import LegSteps, not_finite
@@ -114,38 +113,6 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(driver, log, site, RankLegs(RankSide(driver.path), 0))
 
 
-def test_legs_begin_and_end_behind_steps(stage: Stage) -> None:
-    """The first leg begins before any step, the next after the last step of the one before, whose part is there by then."""
-    stage.order(0, 2)
-    stage.order(1, 1)
-    stage.driver.stop()
-    stage.begin()
-    assert stage.log == ["begin 0"]
-    stage.step()
-    assert stage.driver.parts(0) == {}
-    stage.step()
-    part = stage.driver.parts(0)[0]
-    (begin, first), (end, last) = part.pop("clock_offsets_ns")  # compared at both ends of a leg
-    assert (first, last, begin < end) == (0, 0, True)
-    assert part == {"complete": True, "left": 0}
-    assert stage.log == ["begin 0", "step of 0", "step of 0", "part of 0", "begin 1"]
-    with pytest.raises(SystemExit):
-        stage.step()
-    assert set(stage.driver.parts(1)) == {0}
-
-
-def test_beats_count_the_steps_of_the_process(stage: Stage) -> None:
-    """Whatever a leg, or a checkpoint that was loaded, calls its steps: errors name the script's own."""
-    reader = BeatReader(stage.driver.beats)
-    stage.order(0, 2)
-    stage.order(1, 5)
-    stage.begin()
-    assert (reader.read(1)[0].leg, reader.read(1)[0].step) == (0, 1)
-    stage.step()
-    stage.step()
-    assert (reader.read(1)[0].leg, reader.read(1)[0].step) == (1, 3)
-
-
 def test_the_script_ends_with_its_own_strategy_and_code_0(stage: Stage) -> None:
     """After the last leg ``except Exception`` does not catch what leaves; on its way the script's own strategy is back."""
 
@@ -164,18 +131,6 @@ def test_the_script_ends_with_its_own_strategy_and_code_0(stage: Stage) -> None:
     assert stage.site.opened == [stage.site.own_strategy]
 
 
-def test_who_swallows_the_end_trains_on(stage: Stage) -> None:
-    """Under the script's own strategy, until the grace is over."""
-    stage.order(0, 1)
-    stage.driver.stop()
-    stage.begin()
-    (parameter,) = stage.site.optimizer.param_groups[0]["params"]
-    with pytest.raises(SystemExit):
-        stage.step()
-    stage.step()
-    assert float(parameter.detach()) == pytest.approx(0.8)
-
-
 def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
     """At exit an unfinished leg gives an incomplete part, once."""
     stage.order(0, 5)
@@ -184,19 +139,6 @@ def test_a_script_that_ends_leaves_what_it_has(stage: Stage) -> None:
     stage.steps.exits()
     stage.steps.exits()
     assert stage.driver.parts(0)[0] == {"complete": False, "left": 4}
-
-
-def test_losses_go_to_the_leg(stage: Stage) -> None:
-    """Before the first and after the last there is nobody to hear them."""
-    assert not stage.steps.report(1.0)
-    stage.order(0, 1)
-    stage.driver.stop()
-    stage.begin()
-    assert stage.steps.report(torch.tensor(0.5))
-    with pytest.raises(SystemExit):
-        stage.step()
-    assert not stage.steps.report(1.0)
-    assert "loss of 0: 0.5" in stage.log
 
 
 def test_metrics_go_to_a_leg_that_looks_for_the_target(stage: Stage) -> None:
@@ -215,23 +157,6 @@ def test_metrics_go_to_a_leg_that_looks_for_the_target(stage: Stage) -> None:
     with pytest.raises(SystemExit):
         stage.step()
     assert stage.driver.parts(1)[0]["metrics"] == {"acc": [[0, 0.75], [1, 0.125]]}
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_schedules_and_the_step_get_along(stage: Stage, *, before: bool) -> None:
-    """A learning-rate schedule, made before or after, neither warns nor loses a step, and the step returns what it returns."""
-    stage.order(0, 9)
-    optimizer = stage.site.optimizer
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if before else None
-        stage.begin()
-        schedule = schedule or torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(2):
-            assert stage.site.optimizer.step(lambda: 3.0) == 3.0
-            schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-    assert stage.log.count("step of 0") == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,8 @@ from sim_cases import with_profile
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.plan.training import family
-from fleetbench.profile import Profile, compute_key, table_for
+from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import step_times
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import crossing
 from fleetbench.workloads.data.data import held_out, open_batches, prepare
@@ -27,7 +25,6 @@ from fleetbench.workloads.training import HeldOut, sampler_of
 from real.job.session import Session
 from real.leg import Leg
 from real.profile.measuring import take_profile
-from sim.run import simulate
 
 STEPS = 24
 
@@ -88,12 +85,6 @@ def test_profile_names_every_layer_and_gradient(experiment: Experiment, profile:
     assert profile.communication.link.bandwidth > 0
 
 
-def test_profile_survives_its_file(profile: Profile, tmp_path: Path) -> None:
-    """A stored profile reads back as it was."""
-    profile.save(tmp_path / "profile.toml")
-    assert Profile.load(tmp_path / "profile.toml") == profile
-
-
 def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> None:
     """Steps are contiguous, warm-up steps are in the table only, and the recorded events give the recorded operations."""
     result = session.run(Leg(strategy=experiment.strategy, steps=STEPS, warmup_steps=3, record=True))
@@ -113,43 +104,6 @@ def test_records_add_up_and_replay(session: Session, experiment: Experiment) -> 
         strategy = family(experiment.strategy, result.plan)
         assert recording.replayed(strategy) == [ops for _, _, ops in recording.log]
     assert [op for _, _, ops in result.recordings[0].log for op in ops] == [op for _, _, ops in result.recordings[1].log for op in ops]
-
-
-@pytest.mark.slow
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("is_local", [False, True])
-def test_clocks_of_ranks_stay_comparable_where_evaluations_are_left_out(session: Session, experiment: Experiment, is_local: bool) -> None:
-    """Every fourth step is evaluated, for other times on each rank: parts still add up, and no rank leaves an exchange before all came.
-
-    A rank's intervals do not overlap, and who comes last waits least.
-    """
-    strategy = LOCAL if is_local else experiment.strategy
-    result = session.run(Leg(strategy=strategy, steps=STEPS, warmup_steps=3, start="initial", evaluate=True))
-    assert len(result.held_out) == STEPS // 4
-    parts = ["forward_s", "backward_s", "wait_s", "exposed_comm_s", "update_s", "other_s"]
-    table = result.steps.assign(end_s=result.steps["start_s"] + result.steps[parts].sum(axis=1))
-    assert (table[parts].to_numpy() >= 0).all()
-    for _, rank in table.groupby("rank"):
-        np.testing.assert_allclose(rank["end_s"].to_numpy()[:-1], rank["start_s"].to_numpy()[1:], atol=2e-9)
-    drawn = result.timeline[result.timeline["stream"] == "compute"].sort_values(["rank", "start_s"])
-    for _, spans in drawn.groupby("rank"):
-        assert ((spans["start_s"] + spans["duration_s"]).to_numpy()[:-1] <= spans["start_s"].to_numpy()[1:] + 2e-9).all()
-    met = table.dropna(subset="arrival_s")
-    assert met["step"].nunique() >= STEPS // 4
-    for step, ranks in met.groupby("step"):
-        last = ranks.loc[ranks["arrival_s"].idxmax()]
-        assert last["wait_s"] == ranks["wait_s"].min(), step
-        computed_s = ranks["start_s"] + ranks["forward_s"] + ranks["backward_s"]
-        stalls_s = np.maximum(ranks["arrival_s"], computed_s)  # what a rank computes ends as it arrives, or later
-        left_s = stalls_s + ranks["wait_s"] + ranks["exposed_comm_s"]
-        assert (left_s >= last["arrival_s"] - 1e-4).all(), step
-
-
-def test_real_and_simulated_plans_are_one(session: Session, experiment: Experiment, profile: Profile) -> None:
-    """Both executors build the same plan for one experiment."""
-    real = session.run(Leg(strategy=experiment.strategy, steps=4))
-    assert real.plan.digest == simulate(with_profile(experiment, profile)).plan.digest
-    assert len(real.plan.buckets) > 1
 
 
 @pytest.mark.alone
@@ -180,17 +134,6 @@ def test_local_sgd_meets_on_schedule_and_sends_less(session: Session) -> None:
     assert first[first["step"].isin([2, 3, 4])]["exposed_comm_s"].sum() == 0
 
 
-@pytest.mark.slow
-def test_a_leg_from_the_initial_parameters_repeats_itself(session: Session, experiment: Experiment) -> None:
-    """Legs from the start lose alike, whatever ran between them; a leg that continues does not start over."""
-    leg = Leg(strategy=experiment.strategy, steps=STEPS, start="initial", evaluate=True)
-    one, other = session.run(leg), session.run(leg)
-    assert one.steps["loss"].tolist() == other.steps["loss"].tolist()
-    assert one.summary.final_loss == other.summary.final_loss
-    later = session.run(dataclasses.replace(leg, start="continue"))
-    assert later.steps["loss"].mean() < one.steps["loss"].mean()
-
-
 def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_data(
     session: Session, experiment: Experiment, tmp_path: Path
 ) -> None:
@@ -216,29 +159,6 @@ def test_a_leg_with_a_seed_has_its_initial_parameters_and_its_order_of_the_same_
 
 
 @pytest.mark.slow
-def test_the_target_is_reached_at_the_first_of_three_hits(experiment: Experiment, session: Session) -> None:
-    """The time to the target lies within the run, and grows with a harder target; a target out of reach gives none."""
-    result = session.run(Leg(strategy=experiment.strategy, steps=60, start="initial", evaluate=True))
-    assert result.summary.final_loss is not None
-    assert result.summary.final_loss < 1.0
-    assert result.summary.time_to_target_s is not None
-    assert 0 < result.summary.time_to_target_s <= result.summary.wall_s
-    assert result.summary.metrics is not None
-    assert 0.5 < result.summary.metrics["accuracy"] <= 1
-    short = session.run(Leg(strategy=experiment.strategy, steps=8, start="initial", evaluate=True))
-    assert short.summary.time_to_target_s is None
-
-
-def test_a_leg_with_exchanges_in_flight_trains_on(session: Session) -> None:
-    """An evaluation's exchange has no place between those of fragments: the leg takes all of its steps, and arrives as ever."""
-    overlapped = LOCAL.replace(localsgd_configs=dataclasses.replace(LOCAL.localsgd_configs, overlap_steps=2))
-    whole = Leg(strategy=overlapped, steps=60, start="initial", evaluate=True)
-    on, same = (session.run(leg) for leg in (whole, dataclasses.replace(whole, ends_at_target=True)))
-    assert same.summary.steps == 60
-    assert same.summary.steps_to_target == on.summary.steps_to_target
-
-
-@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [DistributedStrategy(), LOCAL], ids=["synchronous", "local SGD"])
 def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session, strategy: DistributedStrategy) -> None:
@@ -260,33 +180,3 @@ def test_a_leg_to_the_target_ends_there(experiment: Experiment, session: Session
     crossed = crossing(on.held_out, experiment.workload.target_loss)
     assert crossed is not None
     assert crossed.smooth == reached, "a run keeps what decided about its target"
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("strategy", [DistributedStrategy(fuse_grad_size_in_MB=0.05), LOCAL], ids=["synchronous", "local SGD"])
-def test_spans_have_the_simulators_names(session: Session, experiment: Experiment, profile: Profile, strategy: DistributedStrategy) -> None:
-    """A real run's timeline has the tracks and span names of a simulated one, and its compute spans do not overlap.
-
-    Who waits is a matter of time: of the two runs one may have a wait that the other has not. So is copying gradients
-    together, where the profile measured no time for it.
-    """
-    real = session.run(Leg(strategy=strategy, steps=STEPS))
-    given = with_profile(experiment.replace(strategy=strategy), profile)
-    simulated = simulate(given)
-    of_time = {"wait"} if table_for(given).merge else {"wait", "merge"}
-    named, expected = (
-        {(span.rank, span.stream, span.name) for span in result.spans if span.name not in of_time} for result in (real, simulated)
-    )
-    assert named == expected
-    compute = sorted((span.start_ns, span.duration_ns) for span in real.spans if span.rank == 0 and span.stream == "compute")
-    assert all(start + duration <= later for (start, duration), (later, _) in itertools.pairwise(compute))
-
-
-def test_summary_counts_step_times(session: Session, experiment: Experiment) -> None:
-    """``samples_per_s`` is the counted samples over the wall time, and the mean step is the table's."""
-    result = session.run(Leg(strategy=experiment.strategy, steps=STEPS))
-    summary = result.summary
-    assert summary.samples_per_s == pytest.approx(2 * STEPS * 16 / summary.wall_s)
-    assert summary.step_s["mean"] == pytest.approx(step_times(result.steps).mean())
-    parts = summary.compute_s + summary.wait_s + summary.exposed_comm_s + summary.update_s + summary.other_s
-    assert parts == pytest.approx(summary.step_s["mean"])

@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fleetbench.cluster import Cluster, Link, NodeOverride, Racks
-from fleetbench.errors import ConfigError, EnvironmentLacks, WorkerFailed
+from fleetbench.cluster import Cluster, Link, NodeOverride
+from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import load_run, save_run
@@ -66,29 +63,6 @@ def test_every_link_carries_what_was_declared(testbed: Ground) -> None:
     assert not any("segments" in what for what in refused)
 
 
-def test_nothing_of_it_shows_on_the_machine(testbed: Ground) -> None:
-    """No interface, and no named namespace, of the machine's own is ours."""
-    assert testbed.topology.num_hosts == 3
-    assert not {"lan", "p-host0", "uplink"} & {name for _, name in socket.if_nameindex()}
-    assert not any(Path("/run/netns").glob("host*"))
-
-
-@pytest.mark.slow
-def test_flows_of_one_host_share_its_link(testbed: Ground) -> None:
-    """Two trainers of a node that send at once get one link's rate together, and about half of it each."""
-    address = testbed.topology.address
-    one, other = testbed.rates([("host0", "host1", address("host1")), ("host0", "host2", address("host2"))])
-    assert one + other == pytest.approx(PAYLOAD_BPS, rel=0.03)
-    assert 0.3 < one / (one + other) < 0.7
-
-
-@pytest.mark.slow
-def test_trainers_of_one_node_speak_past_the_link(testbed: Ground) -> None:
-    """Inside a host there is no shaping: ten times the link's rate and more."""
-    (rate,) = testbed.rates([("host0", "host0", testbed.topology.address("host0"))])
-    assert rate > 10 * PAYLOAD_BPS
-
-
 @pytest.mark.slow
 def test_gloo_takes_as_long_as_its_bytes() -> None:
     """All-reduces among three hosts are never faster than their bytes at the payload rate, and packets keep their order.
@@ -128,16 +102,6 @@ def test_a_link_that_is_off_stops_with_its_name(testbed: Ground) -> None:
     finally:
         testbed.apply(link_shaping.shape(testbed.topology.wires))
     testbed.verify()
-
-
-@pytest.mark.slow
-def test_the_sentinel_and_the_counters_see_the_links(testbed: Ground) -> None:
-    """A round of the sentinel takes a tenth of a second by its bytes, and every host has sent segments."""
-    before = testbed.read()
-    assert testbed.sentinel() == pytest.approx(0.1, rel=0.25)
-    after = testbed.read()
-    sent = {host: after.counters[host]["segments"] - before.counters[host]["segments"] for host in testbed.topology.hosts}
-    assert min(sent.values()) > 100
 
 
 def test_a_refused_line_is_named(testbed: Ground) -> None:
@@ -185,20 +149,8 @@ def test_a_kernel_that_delays_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -
     with Ground(Cluster(nodes=2, inter=late)) as ground:
         assert [entry["what"] for entry in ground.skipped()] == ["cluster.inter.latency"]
         assert any("/dev/net/tun" in entry["what"] for entry in ground.record()["refused"])
-        (trip,) = traffic.round_trips(ground._built.inside, ("host0", "host1", ground.topology.address("host1")), 1)
-        assert trip < 0.004
-
-
-@pytest.mark.slow
-def test_racks_share_an_uplink() -> None:
-    """Racks of two, twice oversubscribed: two hosts that leave their rack together get one link's rate, two inside have it each."""
-    with Ground(_cluster(4, racks=Racks(nodes=2, oversubscription=2.0))) as ground:
-        assert {rate.link for rate in ground.verify()} == {"host0", "host1", "host2", "host3", "rack0", "rack1"}
-        address = ground.topology.address
-        across = ground.rates([("host0", "host2", address("host2")), ("host1", "host3", address("host3"))])
-        assert sum(across) == pytest.approx(PAYLOAD_BPS, rel=0.03)
-        inside = ground.rates([("host0", "host1", address("host1")), ("host2", "host3", address("host3"))])
-        assert inside == pytest.approx([PAYLOAD_BPS] * 2, rel=0.03)
+        trips = traffic.round_trips(ground._built.inside, ("host0", "host1", ground.topology.address("host1")), 5)
+        assert min(trips) < 0.004
 
 
 def _networks() -> set[str]:
@@ -300,30 +252,6 @@ def test_a_run_is_on_its_hosts(session: Session, tmp_path: Path) -> None:
     assert stored.summary == result.summary
 
 
-@pytest.mark.slow
-def test_a_killed_worker_is_named_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and namespaces: the session ends them all."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its logs for the user; here they go with the test
-    before = _networks()
-    happened: list[int] = []
-
-    def strike(step: int, _total: int) -> None:
-        if step >= 2 and not happened:
-            happened.append(step)
-            _workers(own)[3].kill()
-
-    with (
-        pytest.raises(WorkerFailed, match="rank 3: was killed by SIGKILL"),
-        Session(Experiment.from_dict(EXPERIMENT)) as own,
-    ):
-        own.run(Leg(steps=2000, warmup_steps=0), strike)
-    assert happened
-    deadline = time.monotonic() + 30
-    while _networks() - before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _networks() - before
-
-
 @pytest.mark.parametrize(
     ("part", "match"),
     [
@@ -335,14 +263,3 @@ def test_what_no_testbed_can_be_built_from_is_refused(part: dict[str, object], m
     """Before anything is started."""
     with pytest.raises(ConfigError, match=match):
         Session(Experiment.from_dict({**EXPERIMENT, **part}))
-
-
-@pytest.mark.slow
-def test_one_node_needs_no_testbed() -> None:
-    """It has no link: the launcher builds nothing, and the workers stay where they are."""
-    experiment = Experiment.from_dict({**EXPERIMENT, "cluster": {"trainers_per_node": 2}})
-    with Session(experiment) as own:
-        result = own.run(Leg(steps=3, warmup_steps=0))
-        assert {os.readlink(f"/proc/{process.pid}/ns/net") for process in _workers(own)} == {os.readlink("/proc/self/ns/net")}  # noqa: PTH115  # magic links
-    assert result.testbed is None
-    assert result.summary.testbed is None

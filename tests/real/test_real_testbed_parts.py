@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from real.testbed import latency_relay, noise
 from real.testbed.noise import quietly
 from real.testbed.testbed import Testbed as Ground  # pytest would take a Test... for tests
 from real.testbed.testbed import own_latency_ns, round_trips, verify, verify_latency
-from real.testbed.topology import topology_of, wire_s
+from real.testbed.topology import topology_of
 from real.testbed.traffic import Flow
 
 MBIT = 10**6
@@ -63,13 +61,6 @@ def test_a_link_that_is_off_is_named(factor: float, said: str) -> None:
     assert [len(flows) for flows in links.measured] == [3, 3, 3, 3]
     assert caught.value.exit_code == 3
     assert caught.value.hint
-
-
-def test_a_moments_disturbance_is_no_error() -> None:
-    """A link that is off once is as declared."""
-    links = Links(lambda flow, _, number: 0.5 if number == 0 and flow[0] == "host2" else 1.0)
-    assert all(abs(rate.error) < 1e-9 for rate in verify(TOPOLOGY, links))
-    assert [len(flows) for flows in links.measured] == [3, 3, 3]
 
 
 def test_round_trips_are_twice_the_later_latency() -> None:
@@ -133,14 +124,8 @@ def test_the_relay_holds_packets_less_when_it_is_told() -> None:
         assert not thread.is_alive()
 
 
-def test_the_closed_form_is_that_of_a_ring() -> None:
-    """By hand: 4 hosts, 1 MB, 100 Mbit/s: 1.5 MB at 95.64 Mbit/s of payload are 125.47 ms."""
-    assert wire_s(1_000_000, 4, 100 * MBIT) == pytest.approx(0.12547, rel=1e-4)
-
-
 def _noise(**changes: Any) -> noise.Noise:
-    quiet = {"seconds": 1.0, "foreign_cores": 0.01, "stolen_cores": 0.0, "retransmits": 3, "timeouts": 0, "reorders": 0, "per_host": {}}
-    return noise.Noise(**{**quiet, **changes})
+    return noise.Noise(**{"seconds": 1.0, "foreign_cores": 0.01, "retransmits": 3, **changes})
 
 
 @pytest.mark.parametrize(
@@ -162,31 +147,9 @@ def test_what_makes_a_measurement_void(happened: dict[str, Any], after_s: float,
 
 def test_noise_is_the_difference_of_two_readings() -> None:
     """By hand: 3 s of user time in 2 s, of which 1 s is ours, is one foreign core."""
-    counters = [
-        {"host0": {"retransmits": r, "timeouts": 0, "reorders": 1}, "host1": {"retransmits": 0, "timeouts": t, "reorders": 1}}
-        for r, t in ((1, 2), (5, 3))
-    ]
-    before = noise.Reading(at_s=10.0, user_s=100.0, own_user_s=50.0, stolen_s=1.0, counters=counters[0])
-    after = noise.Reading(at_s=12.0, user_s=103.0, own_user_s=51.0, stolen_s=1.5, counters=counters[1])
-    found = noise.between(before, after)
-    assert (found.foreign_cores, found.stolen_cores) == (1.0, 0.25)
-    assert (found.retransmits, found.timeouts, found.reorders) == (4, 1, 0)
-    assert found.per_host["host0"]["retransmits"] == 4
-
-
-def test_what_our_own_children_compute_is_not_foreign() -> None:
-    """Half a second of a child's user time is counted as ours while it lives, and still when it has ended."""
-    burn = "import os\nwhile os.times().user < 0.5: sum(range(100_000))\nprint('burnt', flush=True)\ninput()"
-    before = noise.read({})
-    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    child.stdout.readline()
-    during = noise.read({})
-    child.communicate(b"\n")
-    after = noise.read({})
-    assert 0.35 < during.own_user_s - before.own_user_s < 1.5
-    assert after.own_user_s - before.own_user_s >= during.own_user_s - before.own_user_s - 0.03
-    assert after.user_s - before.user_s >= 0.35
+    before = noise.Reading(at_s=10.0, user_s=100.0, own_user_s=50.0, counters={"retransmits": 1, "timeouts": 2})
+    after = noise.Reading(at_s=12.0, user_s=103.0, own_user_s=51.0, counters={"retransmits": 5, "timeouts": 3})
+    assert noise.between(before, after) == noise.Noise(seconds=2.0, foreign_cores=1.0, retransmits=4, timeouts=1)
 
 
 class FakeTestbed:
@@ -205,7 +168,7 @@ class FakeTestbed:
     def read(self) -> noise.Reading:
         """Always later."""
         self._clock_s += self._pace_s
-        return noise.Reading(at_s=self._clock_s, user_s=self._clock_s * self._busy, own_user_s=0.0, stolen_s=0.0, counters={})
+        return noise.Reading(at_s=self._clock_s, user_s=self._clock_s * self._busy, own_user_s=0.0, counters={})
 
 
 @pytest.mark.parametrize(
@@ -218,11 +181,3 @@ def test_a_void_measurement_is_repeated_and_counted(sentinels_s: list[float], va
     trial = quietly(cast("Ground", FakeTestbed(sentinels_s)), lambda: next(values), tries=3)
     assert (trial.value, trial.num_void, trial.counts) == (value, num_void, counts)
     assert len(trial.blocks) == len(sentinels_s) // 2
-
-
-@pytest.mark.parametrize(("pace_s", "seconds"), [(2.0, 2.0), (0.2, 0.6)])
-def test_a_short_measurement_is_judged_with_its_sentinels(pace_s: float, seconds: float) -> None:
-    """Four readings: around the measurement, and around it and both sentinels; the kernel's ticks are too coarse for less than a second."""
-    trial = quietly(cast("Ground", FakeTestbed([1, 1], pace_s=pace_s, busy=0.5)), lambda: None, tries=1)
-    assert trial.blocks[0].noise.seconds == pytest.approx(seconds)
-    assert trial.blocks[0].void == ["other processes took 50 % of a core (limit 15 %)"]

@@ -26,7 +26,7 @@ def rates(topology: Topology) -> dict[tuple[str, str], int]:
 
 
 def test_every_node_is_a_host_on_one_switch() -> None:
-    """Without racks: a wire each, at the declared rate; trainers of a node are on one host."""
+    """A wire each, at the declared rate; trainers of a node are on one host."""
     topology = topology_of(Cluster(nodes=3, trainers_per_node=2, inter=link(100)))
     assert rates(topology) == {("host0", "switch"): 100, ("host1", "switch"): 100, ("host2", "switch"): 100}
     assert [topology.host_of(rank) for rank in range(6)] == ["host0", "host0", "host1", "host1", "host2", "host2"]
@@ -57,29 +57,6 @@ def test_servers_listen_where_the_simulator_places_them() -> None:
         assert topology.server_endpoints == tuple(f"10.77.0.{host + 1}:6170" for host in hosts)
         assert hosts_of(experiment).servers == hosts
         assert hosts_of(experiment).trainers == tuple(int(topology.host_of(rank).removeprefix("host")) for rank in range(3))
-
-
-def test_racks_share_an_uplink() -> None:
-    """5 nodes in racks of 2, 4 times oversubscribed: an uplink carries a quarter of its nodes' links, the last rack's one node's."""
-    cluster = Cluster(nodes=5, servers=1, inter=link(100), racks=Racks(nodes=2, oversubscription=4.0))
-    assert rates(topology_of(cluster)) == {
-        ("host0", "rack0"): 100,
-        ("host1", "rack0"): 100,
-        ("host2", "rack1"): 100,
-        ("host3", "rack1"): 100,
-        ("host4", "rack2"): 100,
-        ("host5", "core"): 100,  # a parameter server is in no rack
-        ("rack0", "core"): 50,
-        ("rack1", "core"): 50,
-        ("rack2", "core"): 25,
-    }
-    assert topology_of(cluster).slowest_bps == 25 * MBIT
-
-
-def test_one_rack_needs_no_uplink() -> None:
-    """Whatever its oversubscription, nothing leaves it."""
-    topology = topology_of(Cluster(nodes=3, inter=link(100), racks=Racks(nodes=8, oversubscription=4.0)))
-    assert {wire.upper for wire in topology.wires} == {"switch"}
 
 
 SITES = (Site(nodes=1, up=link(50, 20_000), down=link(40, 10_000)), Site(nodes=2, up=link(30, 2_000)))
@@ -114,29 +91,13 @@ def test_a_message_between_sites_takes_the_latencies_of_both_in_addition() -> No
     assert late == {("host0", "host1"): 1 + 20 + 2, ("host2", "host0"): 1 + 2 + 10, ("host1", "host2"): 1, ("host0", "core"): 1}
 
 
-def test_racks_of_sites_are_not_built() -> None:
-    """The simulator has both."""
-    with pytest.raises(ConfigError, match="racks or sites"):
-        topology_of(Cluster(nodes=3, inter=link(100), sites=SITES, racks=Racks(nodes=1, oversubscription=2.0)))
-
-
-def test_addresses_are_unique() -> None:
-    """Also of the 300th host and of the switches."""
-    topology = topology_of(Cluster(nodes=300, inter=link(100), racks=Racks(nodes=30, oversubscription=2.0)))
-    names = (*topology.hosts, *topology.switches)
-    assert len({topology.address(name) for name in names}) == len(names) == 311
-    assert len({topology.hardware_address(name) for name in names}) == 311
-    assert all(0 <= int(part) <= 255 for name in names for part in topology.address(name).split("."))
-    assert len({wire.port for wire in topology.wires}) == len(topology.wires)
-    assert max(len(wire.port) for wire in topology.wires) <= 15  # IFNAMSIZ
-
-
 @pytest.mark.parametrize(
     ("cluster", "match"),
     [
         (Cluster(nodes=2), "cluster.inter"),
         (Cluster(nodes=2, inter=link(10), node_overrides=(NodeOverride(nodes=(1,), slowdown=2.0),)), r"node_overrides\[0\].slowdown"),
         (Cluster(nodes=70_000, inter=link(10)), "cluster.nodes"),
+        (Cluster(nodes=3, inter=link(10), racks=Racks(nodes=1, oversubscription=2.0)), "cluster.racks"),
     ],
 )
 def test_what_is_no_link_is_refused(cluster: Cluster, match: str) -> None:
@@ -163,60 +124,6 @@ def test_what_cannot_be_built_is_listed() -> None:
     assert unrealised(Cluster(nodes=2, inter=link(100)), latency=False) == []
 
 
-TOPOLOGY = topology_of(Cluster(nodes=4, inter=link(80), racks=Racks(nodes=2, oversubscription=2.0)))
-STEPS = link_shaping.build(TOPOLOGY)
-
-
-def lines(tool: str, namespace: str) -> list[str]:
-    """All lines of a tool in a namespace."""
-    return [line for step in STEPS if step.tool == tool and step.namespace == namespace for line in step.lines]
-
-
-def test_both_ends_of_every_wire_are_shaped() -> None:
-    """One token bucket an end, at the wire's rate, with a peak rate 3 % above and short segments."""
-    assert len([step for step in STEPS if step.tool == "tc"]) == 2 * len(TOPOLOGY.wires)
-    for wire in TOPOLOGY.wires:
-        for namespace, device in ((wire.lower, wire.device), (wire.upper, wire.port)):
-            (bucket,) = [line for line in lines("tc", namespace) if f" dev {device} " in line]
-            assert f" tbf rate {wire.rate_bps}bit burst 65536 limit 4mb peakrate {round(1.03 * wire.rate_bps)}bit mtu 9000" in bucket
-            assert f"link set dev {device} gso_max_size 8192 gro_max_size 8192" in lines("ip", namespace)
-
-
-def test_every_namespace_steers_its_flows() -> None:
-    """By a default that each has before there are devices: all of 4 CPUs."""
-    steps = link_shaping.steer(TOPOLOGY, cores=4)
-    names = {*TOPOLOGY.switches, *TOPOLOGY.hosts}
-    assert {step.namespace: step.lines for step in steps} == dict.fromkeys(names, ("net/core/rps_default_mask=f",))
-    assert all(step.optional for step in steps)
-
-
-@pytest.mark.parametrize(("cores", "mask"), [(1, "1"), (32, "ffffffff"), (40, "ff,ffffffff"), (96, "ffffffff,ffffffff,ffffffff")])
-def test_many_cores_are_words_of_32_bits(cores: int, mask: str) -> None:
-    """As the kernel writes and reads bitmaps."""
-    assert link_shaping.steer(TOPOLOGY, cores=cores)[0].lines == (f"net/core/rps_default_mask={mask}",)
-
-
-def test_a_slow_link_needs_longer_to_settle() -> None:
-    """By hand: 64 KiB of saved tokens are spent at 3 % of 10 Mbit/s in 1.75 s."""
-    assert link_shaping.settling_s(10 * MBIT) == pytest.approx(1.7476, rel=1e-4)
-
-
-def test_everybody_knows_everybodys_address() -> None:
-    """A permanent neighbour for each of the others, so that none is asked for in the middle of a measurement."""
-    names = (*TOPOLOGY.switches, *TOPOLOGY.hosts)
-    for name in names:
-        known = [line.split()[2] for line in lines("ip", name) if line.startswith("neigh")]
-        assert sorted(known) == sorted(TOPOLOGY.address(other) for other in names if other != name)
-
-
-def test_nothing_is_built_outside_the_namespaces() -> None:
-    """Every step is inside a namespace of the topology, and devices go to such a one only."""
-    names = {*TOPOLOGY.switches, *TOPOLOGY.hosts}
-    assert {step.namespace for step in STEPS} == names
-    moved = [line.split("netns ")[1] for step in STEPS for line in step.lines if "netns" in line]
-    assert sorted(moved) == sorted(f"{{{wire.lower}}}" for wire in TOPOLOGY.wires)
-
-
 LATE = topology_of(
     Cluster(
         nodes=3,
@@ -238,20 +145,3 @@ def test_a_message_has_the_latency_of_the_later_link() -> None:
         LATE.hardware_address("switch"): 0,
     }
     assert topology_of(Cluster(nodes=2, inter=link(10, latency_us=299))).delays() == {}
-
-
-def test_what_hosts_send_passes_the_relay() -> None:
-    """The bucket of the link moves to the relay's device, and all addresses are known there; receiving stays as it is."""
-    steps = link_shaping.delay(LATE, "delay")
-    assert not any(step.optional for step in steps)
-    told = {
-        (step.namespace, step.tool): [
-            line for other in steps if (other.namespace, other.tool) == (step.namespace, step.tool) for line in other.lines
-        ]
-        for step in steps
-    }
-    assert set(told) == {(f"host{number}", tool) for number in range(3) for tool in ("ip", "tc")}
-    assert [line.split(" rate ")[-1].split()[0] for line in told["host1", "tc"]] == ["20000000bit", "qdisc"]
-    assert told["host1", "tc"][1] == "qdisc del dev eth0 root"
-    assert f"route replace 10.77.0.0/16 dev delay src {LATE.address('host1')}" in told["host1", "ip"]
-    assert f"neigh replace {LATE.address('host2')} lladdr {LATE.hardware_address('host2')} dev delay nud permanent" in told["host1", "ip"]

@@ -12,7 +12,7 @@ import pytest
 
 from fleetbench.errors import WorkerFailed
 from real.job.launcher import verdict
-from real.processes.diagnosis import Suspect, how_it_ended
+from real.processes.diagnosis import Suspect
 from real.processes.started import Started
 from real.servers.hosts import Placement
 
@@ -48,20 +48,6 @@ def trainers(*codes: int | None) -> list[Started]:
 def failure(processes: Sequence[Started], placement: Placement = SPREAD, noted: Suspect | None = None) -> WorkerFailed | None:
     """What a launcher says that has these processes, one of which has left this note."""
     return verdict(processes, noted, placement.located)
-
-
-def test_a_signal_without_a_name_has_its_number() -> None:
-    """Real-time signals are such, and a code that is none does no harm."""
-    assert how_it_ended(-9) == "was killed by SIGKILL"
-    assert how_it_ended(-40) == "was killed by signal 40"
-    assert how_it_ended(-9999) == "was killed by signal 9999"
-
-
-def test_a_job_that_ended_well_is_not_spoken_of() -> None:
-    """Here, and on a host that has servers alone or trainers alone."""
-    assert failure([*servers(0, 0), *trainers(0, 0, 0, 0)], ALONE) is None
-    assert failure(servers(0)) is None
-    assert failure(trainers(0, 0)) is None
 
 
 CASES: dict[str, tuple[list[Started], dict[str, Any], str]] = {
@@ -107,10 +93,3 @@ def test_the_one_to_blame_is_named(case: str) -> None:
     assert str(found).startswith(expected)
     assert found is not None
     assert found.hint
-
-
-def test_the_hint_names_the_output() -> None:
-    """Of the one to blame."""
-    found = failure(trainers(1, -signal.SIGKILL), ALONE)
-    assert found is not None
-    assert found.hint == "its output: trainer1.log"

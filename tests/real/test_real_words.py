@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -16,11 +13,10 @@ import torch
 from held_out_metrics import held_out_metrics, nearest
 from scipy.stats import chi2
 
-from fleetbench.errors import ConfigError
 from fleetbench.workload import Workload
 from fleetbench.workloads.data.data import held_out, num_training_samples, open_batches, prepare
 from fleetbench.workloads.data.reader import Sampler
-from fleetbench.workloads.data.words import HELD_OUT_POSITION, Negatives, kept_share, neighbours, numbered, read_pairs, subsample
+from fleetbench.workloads.data.words import Negatives, kept_share, neighbours, subsample
 from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import make_optimizer
 
@@ -41,33 +37,6 @@ def _generator(seed: int = 0) -> np.random.Generator:
 def _sampler(folder: Path, *, rank: int = 0, trainers: int = 1, batch_size: int = 100) -> Sampler:
     samples = num_training_samples(folder)
     return Sampler(num_samples=samples, batch_size=batch_size, trainers=trainers, rank=rank, seed=0, uneven="cut")
-
-
-def test_words_are_numbered_by_frequency() -> None:
-    """Frequent words first, equal ones by alphabet, rare ones and those above the cap gone; capitals make no difference."""
-    text = b"The cat, the DOG; a the cat.\n \nDog dog ant bee\n"
-    numbers, found = numbered(text, 2, 10)
-    assert found.words == ("dog", "the", "cat")
-    assert found.counts.tolist() == [3, 3, 2]
-    assert numbers.tolist() == [1, 2, 1, 0, 1, 2, -1, 0, 0]
-    capped, found = numbered(text, 1, 2)
-    assert found.words == ("dog", "the")
-    assert capped.tolist() == [1, 1, 0, 1, -1, 0, 0]
-
-
-@pytest.mark.slow
-def test_pydocs_are_cpythons_topics(tmp_path: Path) -> None:
-    """The vocabulary is that of a plain count over the topics, and a file of the same text gives the same pairs."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    plain = Counter(word for word in "".join(c if c in "abcdefghijklmnopqrstuvwxyz" else " " for c in text.lower()).split())
-    found = read_pairs(Workload(model="word2vec", data="pydocs", data_options={"min_count": 3}), 0)
-    expected = sorted(((count, word) for word, count in plain.items() if count >= 3), key=lambda item: (-item[0], item[1]))
-    assert [(int(count), word) for count, word in zip(found.vocabulary.counts, found.vocabulary.words, strict=True)] == expected
-    path = tmp_path / "text"
-    path.write_text(text, encoding="utf-8")
-    same = read_pairs(Workload(model="word2vec", data=f"text:{path}", data_options={"min_count": 3}), 0)
-    assert np.array_equal(same.inputs, found.inputs)
-    assert not np.array_equal(read_pairs(Workload(model="word2vec", data="pydocs"), 1).inputs[:1000], found.inputs[:1000])
 
 
 def test_frequent_words_are_thinned_out_as_published() -> None:
@@ -110,18 +79,6 @@ def test_negatives_follow_the_unigrams_to_the_power_of_three_quarters() -> None:
     expected = law * 1_000_000
     assert drawn[-1] == 0
     assert ((drawn - expected)[:-1] ** 2 / expected[:-1]).sum() < chi2.ppf(1 - 1e-6, len(counts) - 2)
-
-
-@pytest.mark.parametrize("number", [3, 4, 5])
-def test_negatives_of_ranks_laid_end_to_end_are_the_joint_batchs(number: int) -> None:
-    """Draws depend on seed, position and place alone, whatever does not divide by what the generator gives at a time."""
-    counts = np.arange(1, 50)
-    joint = Negatives(counts, number, 3).drawn(17, 0, 21)
-    parts = [Negatives(counts, number, 3).drawn(17, 7 * rank, 7) for rank in range(3)]
-    assert np.array_equal(joint, np.concatenate(parts))
-    assert not np.array_equal(joint, Negatives(counts, number, 3).drawn(18, 0, 21))
-    assert not np.array_equal(joint, Negatives(counts, number, 4).drawn(17, 0, 21))
-    assert not np.array_equal(joint, Negatives(counts, number, 3).drawn(HELD_OUT_POSITION, 0, 21))
 
 
 def test_batches_are_pairs_with_fresh_negatives(tmp_path: Path) -> None:
@@ -171,15 +128,6 @@ def test_gradients_are_the_written_out_ones() -> None:
     assert set(model.contexts.weight.grad.coalesce().indices()[0].tolist()) == {0, 1, 2, 5, 6}
 
 
-def test_word2vec_begins_as_published() -> None:
-    """Middle words are uniform within half a reciprocal dimension, contexts zero, so the first loss is 6 log 2."""
-    model: Any = build_model("word2vec", {"vocab": 1000, "dim": 50}, "float64", 0)
-    assert float(model.words.weight.detach().abs().max()) == pytest.approx(0.01, rel=1e-3)
-    assert float(model.words.weight.detach().std()) == pytest.approx(0.02 / math.sqrt(12), rel=0.02)
-    first = loss_of("word2vec")(model(torch.ones(4, 7, dtype=torch.int64)), torch.zeros(4))
-    assert float(first.detach()) == pytest.approx(6 * math.log(2))
-
-
 @pytest.mark.slow
 def test_neighbours_of_trained_words_share_their_topic(tmp_path: Path) -> None:
     """On pairs with planted topics, nine of ten nearest neighbours of frequent words are of the word's topic (by chance one in eight)."""
@@ -194,29 +142,6 @@ def test_neighbours_of_trained_words_share_their_topic(tmp_path: Path) -> None:
     assert after.auc is None
     same = [neighbour % 8 == word % 8 for word in range(64) for neighbour in nearest(model.words.weight, word, 5)]
     assert np.mean(same) > 0.9
-
-
-def test_a_text_without_neighbours_is_refused(tmp_path: Path) -> None:
-    """A file that cannot be read, and one whose words are all rare, are errors with a hint."""
-    (tmp_path / "short").write_bytes(b"one two three")
-    for name, match in (("nothing", "cannot be read"), ("short", "no two words that are neighbours")):
-        with pytest.raises(ConfigError, match=match) as caught:
-            prepare(Workload(model="word2vec", data=f"text:{tmp_path / name}"), 0, tmp_path / "data")
-        assert caught.value.hint
-
-
-@pytest.mark.slow
-def test_neighbours_in_real_text(tmp_path: Path) -> None:
-    """After 20 epochs over CPython's topics the words next to some are those that a reader expects among their ten nearest."""
-    workload = Workload(model="word2vec", data="pydocs", batch_size=100, lr=1.0)
-    prepare(workload, 0, tmp_path)
-    model: Any = build_model("word2vec", {}, "float32", 0)
-    _train(model, workload, tmp_path, 30_000)
-    names = json.loads((tmp_path / "words.json").read_text(encoding="utf-8"))
-    vectors = model.words.weight[: len(names)]
-    expected = {"float": "complex", "true": "false", "import": "imported", "class": "metaclass"}
-    found = {word: [names[row] for row in nearest(vectors, names.index(word), 10)] for word in expected}
-    assert sum(neighbour in found[word] for word, neighbour in expected.items()) >= 3, found
 
 
 def _train(model: Any, workload: Workload, folder: Path, steps: int) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 import sys
@@ -272,7 +271,7 @@ def test_points_share_a_profile_of_a_busy_machine(tmp_path: Path, monkeypatch: p
     paths = {measuring.ensure_profile(one, tmp_path, told=said.append).workload.profile for one in (base, slower)}
     assert (len(taken), len(paths)) == (1, 1)
     assert len(said) == 1
-    assert re.match(r"note: no profile of this model is stored: .* take \d+ s at most", said[0])
+    assert said[0].startswith("note: no profile of this model is stored: ")
     monkeypatch.setattr(measuring, "_BUSY", set())
     assert measuring.ensure_profile(base, tmp_path).workload.profile in paths
     assert len(taken) == 2
