@@ -63,6 +63,15 @@ class Run:
     failed: bool = False
     """Whether some sum was wrong."""
 
+    def add(self, where: str, nbytes: int, words: list[str]) -> None:
+        """Add a row. A smaller size than before is of another run, whose beginning is missing: no more is added."""
+        if self.rows and nbytes <= self.rows[-1].nbytes:
+            self.columns = []
+        elif nbytes and self.columns and len(words) >= len(self.columns):
+            told = list(zip(self.columns, words, strict=False))
+            self.failed |= any(name == "#wrong" and word not in ("0", "N/A") for name, word in told)
+            self.rows.append(Row(where, nbytes, dict(told)))
+
 
 class Collective(NamedTuple):
     """A correct collective."""
@@ -169,10 +178,7 @@ def _number(text: str | None) -> float:
 
 
 def _runs(text: str) -> Iterator[Run]:
-    """Yield the runs that have rows.
-
-    Sizes grow in a run. Rows after a smaller size belong to a run whose beginning is missing, and are ignored.
-    """
+    """Yield the runs that have rows."""
     run = Run()
     for number, line in enumerate(re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines(), 1):
         match = _LINE.search(line)
@@ -189,12 +195,7 @@ def _runs(text: str) -> Iterator[Run]:
             run.columns = match["header"].split()[3:]
         elif match["failed"]:
             run.failed = True
-        elif match["values"] and run.columns:
-            nbytes, told = int(match["nbytes"]), list(zip(run.columns, match["values"].split(), strict=False))
-            if run.rows and nbytes <= run.rows[-1].nbytes:
-                run.columns = []
-            elif nbytes and len(told) == len(run.columns):
-                run.failed |= any(name == "#wrong" and word not in ("0", "N/A") for name, word in told)
-                run.rows.append(Row(f"line {number}", nbytes, dict(told)))
+        elif match["values"]:
+            run.add(f"line {number}", int(match["nbytes"]), match["values"].split())
     if run.rows:
         yield run
