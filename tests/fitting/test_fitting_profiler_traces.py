@@ -64,18 +64,17 @@ def test_cycles_of_ranks_make_one_table(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_no_trace_says_is_told_by_names(tmp_path: Path) -> None:
-    """By the number behind "rank", with a note; other names tell no ranks."""
+    """By the number behind "rank"; other names tell no ranks."""
     devices = [Device(rank=rank, lag=1) for rank in (1, 0)]
     for device, name in zip(devices, ("rank1.json", "rank-0.Apr_03.1102.pt.trace.json.gz"), strict=True):
         device.run(range(3), seed=device.rank)
         device.write(tmp_path / "told" / name, knows_rank=False)
         device.write(tmp_path / "untold" / f"node_{device.rank}.pt.trace.json", knows_rank=False)
-    table, notes = read_profiler([tmp_path / "told"], "--from")
+    table, _ = read_profiler([tmp_path / "told"], "--from")
     matches(table, devices)
-    assert any("ranks are those of the files' names" in note for note in notes)
     for knows_rank in (False, True):
         devices[0].write(tmp_path / "untold" / "node_1.pt.trace.json", knows_rank=knows_rank)
-        with pytest.raises(ConfigError, match="say no rank"):
+        with pytest.raises(ConfigError, match="says no rank"):
             read_profiler([tmp_path / "untold"], "--from")
 
 
@@ -111,14 +110,9 @@ def _spoilt(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], path
         (lambda events: [event for event in events if "Profiler" not in event["name"]], "has no ProfilerStep.*33 kernels, 0 operators"),
         (
             lambda events: [event for event in events if event["cat"] != "kernel"],
-            "has calls of a device, but no kernels.*33 x cuda_runtime",
+            "has no kernels of CUDA or ROCm",
         ),
-        (lambda events: [event | {"name": "" if event["cat"] == "kernel" else event["name"]} for event in events], "names do not say"),
-        (
-            lambda events: [event | {"name": "Unknown" if event["cat"] == "kernel" else event["name"]} for event in events],
-            "names do not say whether they compute or communicate",
-        ),
-        (lambda events: [event for event in events if event["cat"] == "user_annotation"], "neither kernels nor operators"),
+        (lambda events: [event for event in events if event["cat"] == "user_annotation"], "no operators without them"),
         (lambda events: events + [event for event in events if event["name"].endswith("#1")], "overlap, or one twice"),
         (lambda _: [], "is JSON, but no trace"),
         (
@@ -146,13 +140,13 @@ def test_nccl_without_kernels_says_that_they_are_missing(name: str, is_said: boo
 
 
 def test_names_that_are_not_known_are_said(tmp_path: Path) -> None:
-    """Two ranks without any communication: perhaps its kernels have names of their own, so the longest are shown."""
+    """Two ranks without any communication: perhaps its kernels have names of their own, so a note says it."""
     for rank in range(2):
         device = Device(rank=rank, lag=1, words=CUDA | {"communication": "my_collective_kernel"})
         device.run(range(3), seed=rank)
         device.write(tmp_path / f"{rank}.json")
     _, notes = read_profiler([tmp_path], "--from")
-    assert any("no name is one of communication" in note and "my_collective_kernel" in note for note in notes)
+    assert any("no name is one of communication" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,7 @@ def test_steps_that_a_rank_lacks_are_left_out(tmp_path: Path) -> None:
     assert table["rank"].unique().tolist() == [0, 1]
     assert table["step"].unique().tolist() == [1, 2, 3]
     assert "1 of 4 steps are left out: a rank lacks them, or computes nothing in them" in notes
-    assert "ranks are counted from 0: rank 3 of the job is rank 0 here, rank 5 of the job is rank 1 here" in notes
+    assert "ranks 3, 5 of the job are counted from 0 here" in notes
 
 
 PROFILED = """
@@ -233,7 +227,7 @@ def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
     fit = fit_source(tmp_path)
     assert fit.entries == ()
     assert fit.base == fit.median == 1_000_000
-    assert any("1 ms (1 to 1) of compute a step" in text for text in fit.statements)
+    assert any("1 ms of compute" in text for text in fit.statements)
 
 
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +256,9 @@ def test_a_grouped_frame_is_read(tmp_path: Path) -> None:
 
 
 def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
-    """A folder without a trace says what it holds; two tables are not one; a trace is not replayed, and the command is named."""
+    """A folder without a trace; two tables are not one; a trace is not replayed, and the command is named."""
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"has no trace of torch.profiler.*1 file, such as notes.txt"):
+    with pytest.raises(ConfigError, match=r"has no trace of torch.profiler"):
         compute_times(tmp_path)
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("rank,step,compute_s\n0,1,1\n")

@@ -15,7 +15,7 @@ from profiled_devices import CUDA, ROCM, Device
 from fleetbench.errors import ConfigError
 from fleetbench.report.why import text_of
 from fleetbench.why.shares import Kind, Share, Shares
-from fleetbench.why.traces import TraceShares, projected, read_shares, shares_of_traces
+from fleetbench.why.traces import TraceShares, projected, read_shares
 from tuner.why.from_traces import explain_traces
 
 MS = 10_000
@@ -151,7 +151,6 @@ def test_shares_add_up_whatever_overlaps(lag: int, tmp_path: Path) -> None:
     assert found.shares.of("gradients") * 10 == pytest.approx(len(communication - compute) * 1e-7)
     assert found.hidden_s * 10 == pytest.approx(len(communication & compute) * 1e-7)
     assert sum(share.seconds for share in found.shares.shares) == pytest.approx(found.shares.step_s, rel=1e-12)
-    assert shares_of_traces([path], "TRACE") == found.shares
 
 
 @WORDS
@@ -173,7 +172,6 @@ def test_a_planted_item_is_named(words: dict[str, str], tmp_path: Path) -> None:
     assert (wait.operator, wait.caller) == ("aten::item", "train.py(31): train_step")
     assert wait.idle_s * 1e3 == pytest.approx(3, rel=0.02)
     assert wait.per_step == pytest.approx(1)
-    assert any("aten::item" in note and "train.py(31): train_step" in note for note in found.shares.notes)
 
 
 def test_waits_that_make_no_gap_are_not_named(tmp_path: Path) -> None:
@@ -189,7 +187,7 @@ def test_waits_that_make_no_gap_are_not_named(tmp_path: Path) -> None:
 
 
 def test_a_launch_bound_step_is_idle_between_kernels(tmp_path: Path) -> None:
-    """A launch takes 50 us and its kernel 10: four fifths of the step are idle; the note counts the kernels."""
+    """A launch takes 50 us and its kernel 10: four fifths of the step are idle."""
     rank = Rank(rank=0)
     for step in range(10):
         for _ in range(200):
@@ -199,7 +197,6 @@ def test_a_launch_bound_step_is_idle_between_kernels(tmp_path: Path) -> None:
     assert ms(found.shares, "idle") == pytest.approx(8, rel=0.01)
     assert ms(found.shares, "device") == pytest.approx(2, rel=0.01)
     assert found.host_waits == ()
-    assert any("200 kernels per step" in note for note in found.shares.notes)
 
 
 def test_a_slow_loader_is_input(tmp_path: Path) -> None:
@@ -318,25 +315,20 @@ def test_ends_that_scatter_are_aligned_by_their_median(tmp_path: Path) -> None:
     assert [share.rank for share in shares.shares if share.kind == "device"] == [None, 1]
 
 
-@pytest.mark.parametrize("spoilt", ["count", "drift"])
-def test_ranks_that_cannot_be_aligned_are_not_guessed_at(spoilt: str, tmp_path: Path) -> None:
-    """One rank has a collective more, or its collectives do not end with the others': only a note says it."""
+def test_ranks_that_cannot_be_aligned_are_not_guessed_at(tmp_path: Path) -> None:
+    """A rank's collectives do not end with the other's: only a note says it."""
     ranks = [Rank(rank=number) for number in range(2)]
     for step in range(10):
         for rank in ranks:
             rank.computes((10 + rank.rank) * MS)
         all_reduce(ranks, 2 * MS)
-        if spoilt == "count" and step == 4:
-            ranks[1].reduces(ranks[1].ready() + MS)
         for rank in ranks:
             rank.now = max(rank.now, rank.free[COMPUTE])
             rank.ends(step)
-        if spoilt == "drift":
-            ranks[1].ahead += 5 * MS
+        ranks[1].ahead += 5 * MS
     shares = read(ranks, tmp_path).shares
     assert not [share for share in shares.shares if share.rank is not None]
-    said = "step 4" if spoilt == "count" else "do not end together"
-    assert any("cannot be told" in note and said in note for note in shares.notes)
+    assert any("cannot be told" in note and "do not end together" in note for note in shares.notes)
 
 
 def test_a_trace_of_a_cpu_divides_the_hosts_time(tmp_path: Path) -> None:
@@ -411,7 +403,7 @@ def test_cycles_of_ranks_are_joined(tmp_path: Path) -> None:
         for rank in ranks:
             rank.write(tmp_path / f"rank{rank.rank}.{10**6 + cycle}.pt.trace.json")
             rank.events, rank.now, rank.begun = [], rank.now + 500 * MS, rank.now + 500 * MS
-    shares = shares_of_traces([tmp_path], "TRACE")
+    shares = read_shares([tmp_path], "TRACE").shares
     assert shares.num_steps == 12
     assert shares.step_s * 1e3 == pytest.approx(16, rel=0.01)
     assert ms(shares, "device", waits=True) == pytest.approx(5, rel=0.01)
@@ -464,7 +456,6 @@ def test_gaps_before_kernels_that_were_launched_in_time_are_no_fault_of_the_host
     found = read([rank], tmp_path)
     assert ms(found.shares, "idle") == pytest.approx(2, rel=0.02)
     assert sum(wait.idle_s for wait in found.host_waits) * 1e3 < 0.05
-    assert any("launched in time; 100 kernels per step" in note for note in found.shares.notes)
 
 
 TRAINING = """
@@ -498,7 +489,7 @@ def test_torchs_own_trace_has_the_names_that_are_looked_for(tmp_path: Path) -> N
     script.write_text(TRAINING)
     done = run_python([script, path], tmp_path)
     assert done.code == 0, done.out
-    shares = shares_of_traces([path], "TRACE")
+    shares = read_shares([path], "TRACE").shares
     assert shares.num_steps == 6
     assert 20 <= ms(shares, "input") <= shares.step_s * 1e3
     assert ms(shares, "optimizer") > 0
@@ -511,7 +502,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     """In a sentence that names the file."""
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"(?s)t\.json: is JSON, but no trace.*HINT"):
-        shares_of_traces([tmp_path / "t.json"], "TRACE")
+        read_shares([tmp_path / "t.json"], "TRACE")
 
 
 def test_another_link_changes_what_is_exposed(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ _UNEVEN = 1.1
 """Ratio of two batch sizes above which they count as uneven."""
 _LEAST_CODE = 0.1
 """Smallest share of a step at which the script's own code is a cause."""
-_DOING: dict[Kind, str] = {
+DOING: dict[Kind, str] = {
     "input": "waits for its batches",
     "forward": "computes its forward",
     "backward": "computes its backward",
@@ -202,7 +202,7 @@ def _slow_rank(seen: Seen, rank: int, waits: tuple[Share, ...]) -> Cause:
     """Return the cause of waits for the slow rank ``rank``; ``waits`` are their shares, the longest first."""
     kind, log, others = waits[0].kind, seen.logs[rank], [log for log in seen.logs if log.rank != rank]
     own_s, other_s = _own_s(log, kind), statistics.fmean(_own_s(other, kind) for other in others)
-    what = f"rank {rank} {_DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
+    what = f"rank {rank} {DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
     ratio = _batch(log) / max(1.0, statistics.fmean(map(_batch, others)))
     if kind in (*COMPUTE, "loop") and ratio > _UNEVEN:
         what += f"; its batches are {ratio:.2g} times as large"
@@ -335,7 +335,7 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
         actor = "each rank" if rank is None else f"rank {rank}"
         often = "one of the steps" if period >= seen.shares.num_steps else f"every {period} steps"
         line = _line(seen.logs[rank or 0], kind, rare=True)
-        what = f"{actor} {_DOING[kind]} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
+        what = f"{actor} {DOING[kind]} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
         remedy = {
             "save": "save less often, or beside the training: torch.distributed.checkpoint.async_save",
             "evaluate": "evaluate less often, or on fewer batches",
