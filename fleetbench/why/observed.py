@@ -107,8 +107,6 @@ class RankLog:
     precision, for example."""
     num_models: int = 1
     """Number of models of DDP or ``fully_shard`` whose forward has run."""
-    scales_loss: bool = False
-    """Whether an enabled GradScaler has stepped. It may skip a step on one rank only."""
     wrapper: Library = ""
     """Library that wrapped the model."""
 
@@ -147,7 +145,7 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness(Config):
-    """Readiness of gradients, and compute times, without any exchange: medians over one rank's steps."""
+    """Readiness of gradients, and compute times: medians over one rank's steps."""
 
     names: tuple[str, ...]
     """Names of the parameters, in order of registration."""

@@ -55,8 +55,6 @@ class Events:
         self.found: list[list[Any]] = []
         """Fields of each ``Event``, ordered by end."""
         self.samples: list[tuple[int, str]] = []
-        self.scales_loss = False
-        """Whether an enabled GradScaler has stepped."""
         self._loaders: dict[int, list[int]] = {}
         """For each DataLoader iterator by ``id()``: its number of workers, and the nanoseconds that this
         thread spent and computed in it."""
@@ -135,7 +133,6 @@ class Events:
 
     def _places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield torch.autograd, "backward", self._backward
-        yield torch.amp.GradScaler, "step", self._scaled
         yield torch, "save", functools.partial(self._around, "save")
         yield dataloader._BaseDataLoaderIter, "__next__", self._next  # noqa: SLF001  # torch has no public name for it
         yield dataloader.DataLoader, "__iter__", functools.partial(self._around, "input")
@@ -184,13 +181,6 @@ class Events:
             return result
 
         return backward
-
-    def _scaled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: torch.amp.GradScaler, *arguments: Any, **named: Any) -> Any:
-            self.scales_loss |= scaler.is_enabled()
-            return function(scaler, *arguments, **named)
-
-        return step
 
     def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, output: Any) -> Any:

@@ -6,10 +6,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,8 +25,6 @@ else:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
 torch.manual_seed(0)
 torch.set_num_threads(1)
-if kind == "crowded":
-    psutil.virtual_memory = lambda: SimpleNamespace(available=100_000)
 
 
 class Net(nn.Module):

@@ -86,7 +86,7 @@ def seen(
         )
         for rank in (0, 1)
     )
-    return Seen(logs=logs, shares=shares_of(logs), alone=readiness(), links=links())
+    return Seen(logs=logs, shares=shares_of(logs), ready=readiness(), links=links())
 
 
 def readiness() -> Readiness:

@@ -54,7 +54,6 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
     first = answer["causes"][0]  # type: ignore[index]  # a list
     assert first["name"] == cause
     assert remedy in first["remedy"]
-    assert (answer["alone_s"] is None) == (kind == "fleet")
     parts = answer["parts"]
     assert sum(part["seconds"] for part in parts) == pytest.approx(answer["step_s"], rel=0.01)  # type: ignore[attr-defined]  # as above
     folder = Path(str(answer["folder"]))
@@ -115,14 +114,6 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     answer = told(capsys, "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "compiled", "40"))
     assert answer["steps"] == 34  # after five of warm-up, and without the last, whose exchange no forward follows
     assert any("ended by itself" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list; a busy host is told of, too
-
-
-@pytest.mark.slow
-def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks have 38 kB of parameters each, and as much momentum: nothing is simulated where 100 kB are free."""
-    answer = told(capsys, "--seconds", "8", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "crowded"))
-    assert answer["alone_s"] is None
-    assert any("memory is too small" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list
 
 
 @pytest.mark.sample(2)

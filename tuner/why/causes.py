@@ -121,8 +121,8 @@ class Seen:
     """Records of all ranks."""
     shares: Shares
     """Shares of a step."""
-    alone: Readiness | None = None
-    """Readiness of gradients without an exchange; None if not measured."""
+    ready: Readiness | None = None
+    """Readiness of gradients; None if not measured."""
     links: Links | None = None
     """Measured links; None if not measured."""
     transports: Transports | None = None
@@ -316,9 +316,9 @@ def _unused(seen: Seen) -> Iterator[Cause]:
         return
     shares, what = seen.shares.part("unused"), "DDP looks for unused parameters in each step, and exchanges what it found"
     remedy, change = "", None
-    if seen.alone is not None and seen.alone.unused:
-        what += f"; {counted(len(seen.alone.unused), 'parameter')} got no gradient in some step"
-    elif seen.alone is not None:
+    if seen.ready is not None and seen.ready.unused:
+        what += f"; {counted(len(seen.ready.unused), 'parameter')} got no gradient in some step"
+    elif seen.ready is not None:
         what += "; each parameter got a gradient in each step"
         remedy, change = "DistributedDataParallel(..., find_unused_parameters=False)", DdpChange(find_unused_parameters=False)
     if remedy or total_s(shares) >= LEAST_SHARE * seen.shares.step_s:

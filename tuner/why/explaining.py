@@ -31,10 +31,8 @@ from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
 """Largest number of observed steps, and approximate share of ``seconds`` spent on observing them."""
-_ALONE, _ALONE_S = 100, 3.0
-"""Largest number of steps without an exchange, and approximate seconds for them."""
-_LONGEST_ALONE = 1.1
-"""Ratio of compute without an exchange to a step with one, above which the measurement was disturbed."""
+_READY, _READY_S = 100, 3.0
+"""Largest number of steps in which the readiness of gradients is observed, and approximate seconds for them."""
 _TRACED = 6
 """Number of steps that torch.profiler records."""
 _WARMUP = 5
@@ -85,14 +83,12 @@ def explain(
         if traced is not None:
             seen = replace(seen, shares=traced.shares)
             notes += traced.shares.notes
-        elif not (
-            job.is_over or logs[0].scales_loss or logs[0].wrapper == "fleet" or seen.model.gathered_nbytes
-        ):  # a skipped step may affect one rank only
-            seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
+        elif not (job.is_over or logs[0].wrapper == "fleet" or seen.model.gathered_nbytes):
+            seen = replace(seen, ready=_readiness(job, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
         simulated = simulated_of(seen) if traced is None else None
-        if simulated is None and seen.alone is not None:
+        if simulated is None and seen.ready is not None:
             notes.append(f"no remedy is simulated: the simulator misses the time of this step by more than {100 * LARGEST_ERROR:.0f} %")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
@@ -106,7 +102,6 @@ def explain(
         hosts=len({log.host for log in logs}) if seen.links is None else len(seen.links.hosts),
         device=logs[0].device,
         shares=seen.shares,
-        alone_s=None if seen.alone is None else (seen.alone.forward_ns + seen.alone.backward_ns) * 1e-9 + seen.shares.of("optimizer"),
         causes=tuple(ranked(causes, seen.shares.step_s)),
         all_s=_all_s(causes, seen, simulated),
         foreign_cores=load.cores,
@@ -139,24 +134,13 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
         yield f"other programs computed on {foreign_cores:.2g} cores meanwhile: look again when this host is quiet"
 
 
-def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
-    """Return a typical rank's compute in steps without an exchange, with all ranks' unused parameters.
-
-    Return None if the script ends, if nothing was observed, or if compute takes more than 1.1 of a step.
-    """
-    parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
-    if job.is_over:
+def _readiness(job: LookedAt, tell: Progress) -> Readiness | None:
+    """Return a typical rank's readiness, with all ranks' unused parameters; None if the script ends, or without gradients."""
+    parts = job.look(Look(what="ready", steps=_READY, warmup_steps=2, max_s=_READY_S), lambda *at: tell("gradients", *at))
+    if job.is_over or any(part["ready"] is None for part in parts):
         return None
-    if any(part["alone"] is None for part in parts):
-        notes.append(
-            "nothing is simulated: steps without an exchange show no gradient, or memory is too small to keep the model beside them"
-        )
-        return None
-    found = [decode(part["alone"], Readiness, "alone") for part in parts]
+    found = [decode(part["ready"], Readiness, "ready") for part in parts]
     typical = sorted(found, key=lambda own: own.forward_ns + own.backward_ns)[(len(found) - 1) // 2]  # not a slow rank
-    if (typical.forward_ns + typical.backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
-        notes.append("steps without an exchange took longer than steps with one, probably beside other programs: nothing is simulated")
-        return None
     return replace(typical, unused=tuple(sorted({name for each in found for name in each.unused})))
 
 

@@ -36,7 +36,6 @@ def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = 
         hosts=None,
         device="as traced",
         shares=found.shares,
-        alone_s=None,
         causes=tuple(sorted(causes_of_traces(found), key=lambda cause: -cause.seconds)),
         all_s=None,
         foreign_cores=None,
