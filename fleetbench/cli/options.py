@@ -173,7 +173,7 @@ def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) 
     from fleetbench.profile import profile_of
     from real.profile.measuring import ensure_profile
 
-    with progress.steps("profile", lines=True) as advance:
+    with progress.steps("profile") as advance:
         experiment = ensure_profile(experiment, root, progress=advance, told=_warn)
     profile = profile_of(experiment)
     if profile is not None and profile.busy:

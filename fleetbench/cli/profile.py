@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"note: {_NO_SERVERS}")
     from real.profile.measuring import measure_profile
 
-    with progress.steps("profile", lines=True) as advance:
+    with progress.steps("profile") as advance:
         taken = measure_profile(experiment, seconds=arguments.seconds, stragglers=True, progress=advance)
     return show(taken, arguments)
 
@@ -78,9 +78,9 @@ def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], bas
     from real.job.script_session import ScriptSession
     from real.profile.measuring import profile_script
 
+    your_script.note_files(arguments)
     with (
-        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
-        progress.steps("profile", lines=True) as advance,
+        progress.steps("profile") as advance,
         ScriptSession(command, base, workdir=arguments.workdir) as session,
     ):
         taken = profile_script(session, seconds=arguments.seconds, stragglers=True, progress=advance)

@@ -67,23 +67,14 @@ PLAIN = ("sim", "real")
 TMPFS = "mount -t tmpfs -o"
 SURROUNDINGS = (
     Surroundings("stdout is full", after=">/dev/full", codes=(3,)),
-    Surroundings("12 descriptors", "ulimit -n 12", commands=("sim", "tune")),
-    Surroundings("12 descriptors", "ulimit -n 12", codes=(4,), commands=("real", "launch")),  # a rank is named
-    Surroundings("24 descriptors", "ulimit -n 24", codes=(0, 4)),
-    Surroundings("deleted working directory", "mkdir gone && cd gone && rmdir ../gone", codes=(3,), commands=("sim", "launch")),
     Surroundings("no HOME", "unset HOME", commands=("sim", "launch")),
     Surroundings("HOME is missing", "export HOME=/nonexistent", commands=PLAIN),
-    Surroundings("TMPDIR is missing", "export TMPDIR=/nonexistent", codes=(0, 3)),
-    Surroundings("locale C", "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", codes=(2,), out="café", commands=("sim",)),
     Surroundings("locale POSIX", "export LC_ALL=POSIX", out="café", commands=("sim", "launch")),
     Surroundings("locale tr_TR", "export LC_ALL=tr_TR.UTF-8", out="İıç", commands=PLAIN),
     Surroundings("no locale", "unset LANG LC_ALL LC_CTYPE", out="café", commands=("sim", "tune")),
     *(Surroundings(f"own {name}", f"mkdir -p real; echo 'raise SystemExit(77)' > {name}", commands=("sim",)) for name in SHADOWS),
     *(Surroundings(f"own {name}", f"echo 'raise SystemExit(77)' > {name}", commands=("real",)) for name in ("simpy.py", "sim.py")),
     Surroundings("own sim.py", "echo 'raise SystemExit(77)' > sim.py", codes=(4,), commands=("launch",)),  # the script cannot have ours
-    Surroundings("stdin is closed", after="<&-"),
-    Surroundings("stdout is closed", after=">&-", codes=(3,), commands=("sim", "launch")),
-    Surroundings("stderr is closed", after="2>&-"),
     Surroundings("nobody reads", "set -o pipefail", "| head -0", commands=("sim", "tune", "launch")),
     Surroundings("one column", after="", commands=("sim", "tune")),
     Surroundings("NO_COLOR", "export NO_COLOR=1 FORCE_COLOR=1", commands=("sim",)),
@@ -91,7 +82,6 @@ SURROUNDINGS = (
     Surroundings("no bytecode", "export PYTHONDONTWRITEBYTECODE=1", commands=("sim",)),
     Surroundings("nice", "renice -n 19 $$ >/dev/null", commands=("sim",)),
     Surroundings("OMP_NUM_THREADS is no number", "export OMP_NUM_THREADS=abc", commands=("sim", "launch")),
-    Surroundings("umask 777", "umask 777", codes=(3,)),
     Surroundings("TMPDIR of somebody else", "chmod 0 tmp", codes=(0, 3), needs_root=True, commands=("launch",)),
     Surroundings("--out of somebody else", "chmod 0 full", codes=(2, 3), needs_root=True, out="full/out", commands=("sim", "real", "tune")),
     Surroundings("full TMPDIR", f"{TMPFS} size=16k tmpfs tmp", needs_root=True, commands=("sim", "tune")),
@@ -106,7 +96,6 @@ SURROUNDINGS = (
     Surroundings("read-only /dev/shm", f"{TMPFS} ro tmpfs /dev/shm", needs_root=True, commands=("sim",)),
 )
 QUICK = (
-    ("umask 777", "real"),
     ("full TMPDIR", "launch"),
     ("own random.py", "sim"),
     ("OMP_NUM_THREADS is no number", "sim"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -140,3 +142,29 @@ def test_what_may_exist_elsewhere_is_not_missed(words: tuple[str, ...], tmp_path
     (tmp_path / "there" / "too.py").touch()
     monkeypatch.chdir(tmp_path)
     require_script(words, None)
+
+
+SCRIPT = """\
+import os, sys
+from pathlib import Path
+Path("seen").write_text(os.getcwd() + " " + str("FLEETBENCH_TUNING" in os.environ))
+sys.exit(3)
+"""
+
+
+def test_the_command_starts_in_its_folder(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made where it is not there; the script is found from here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its output for the user
+    Path("script.py").write_text(SCRIPT, encoding="utf-8")
+    assert command("tune", "--workdir", "own/place", "--", sys.executable, "script.py").code == 4
+    assert (tmp_path / "own/place/seen").read_text(encoding="utf-8") == f"{tmp_path / 'own/place'} True"
+    assert not (tmp_path / "seen").exists()
+
+
+@pytest.mark.parametrize("command_name", ["tune", "profile"])
+def test_a_folder_without_a_command_is_refused(command_name: str, command: Callable) -> None:
+    """No process would start there."""
+    ended = command(command_name, "--workdir", "own")
+    assert ended.code == 2
+    assert "--workdir: needs a command to start in that folder" in ended.err
