@@ -133,7 +133,7 @@ class Links(Config):
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:
     """Return remarks on what slows the group's exchange, as far as the measurement shows."""
-    found = [_other_interface(links), _slow_host(links), _ports_down(links), _below_hardware(links)]
+    found = [_other_interface(links), _slow_host(links), _below_hardware(links)]
     wrong = [each.size_bytes for each in links.times if not each.is_correct]
     if wrong:
         remedy = "update torch, or exchange tensors of the CPU: this backend corrupts data here"
@@ -169,21 +169,6 @@ def _slow_host(links: Links) -> Remark | None:
     between = " and ".join(names[host] for host in slow[0].hosts)
     what = f"Between {between} a message has {100 * share:.0f} % of the other pairs' bandwidth."
     return Remark(what=what, remedy="look at the cables and switch ports between the two")
-
-
-def _ports_down(links: Links) -> Remark | None:
-    """Report ports that are active on one host and not on another. Unused ports are down everywhere."""
-    active = {port.name for host in links.hosts for port in host.ports if port.state == "ACTIVE"}
-    down = [
-        f"{port.name} of {name} is {port.state}"
-        for name, host in zip(links.host_names, links.hosts, strict=True)
-        for port in host.ports
-        if port.name in active and port.state != "ACTIVE"
-    ]
-    if not down:
-        return None
-    what = f"Ports are down that other hosts use: {', '.join(down)}."
-    return Remark(what=what, remedy="look at cables and the subnet manager: ibstat")
 
 
 def _below_hardware(links: Links) -> Remark | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,18 +31,6 @@ def test_runs_lie_side_by_side(command: Callable, two_runs: tuple[Path, Path]) -
     assert row.split()[1:] == ["0.02", "0.022", "1.100x"]
     assert "plans: equal" in ended.out
     assert "mean step time, B over A: +10.00 %" in ended.out
-
-
-def test_what_neither_run_knows_is_no_row(command: Callable, two_runs: tuple[Path, Path]) -> None:
-    """Two simulations without servers, testbed or losses: those lines are left out of the table, and stay in the JSON."""
-    printed = command("compare", *two_runs).out
-    assert not any(name in printed for name in ("staleness", "server_load", "testbed", "lateness", "final_loss", "time_to_target"))
-    begin, end = (index for index, line in enumerate(printed.splitlines()) if line.endswith("B / A") or line.startswith("plans:"))
-    cells = [re.split(r"\s{2,}", line)[:3] for line in printed.splitlines()[begin + 1 : end]]
-    assert len(cells) > 15
-    assert all(one not in ("", "–") or other not in ("", "–") for _, one, other in cells)  # noqa: RUF001  # a table's dash
-    rows = json.loads(command("compare", *two_runs, "--json").out)["rows"]
-    assert {"final_loss", "testbed"} <= {row["key"] for row in rows}
 
 
 @pytest.mark.parametrize(("gate", "code"), [("10.5", 0), ("9.5", 1)])
@@ -126,10 +113,3 @@ def test_other_experiments_are_compared_by_their_summaries_only(
     assert "- name: longer against layers" in ended.out
     assert "error of the simulation" not in ended.out
     assert "step_s.mean" in ended.out
-
-
-def test_a_third_run_is_for_a_picture_of_losses(command: Callable, simulated_and_real: tuple[Path, Path]) -> None:
-    """Without one it is bad usage."""
-    ended = command("compare", *simulated_and_real, simulated_and_real[1])
-    assert ended.code == 2
-    assert "HINT" in ended.err

@@ -112,23 +112,6 @@ def test_a_wrong_sample_is_named(command: Callable, place: Path) -> None:
     assert command("evaluate", "v.parquet", "--against", online, "--tolerance", "0.51").code == 0
 
 
-def test_half_precision_is_told_from_another_order_of_sums(command: Callable, place: Path) -> None:
-    """Vectors that were rounded to half precision on their way are past the default tolerance, and within a per cent."""
-    online = _service(place, _outputs().astype(np.float16).astype(np.float64))
-    assert command("evaluate", "m.pt2", "served.toml", "--against", online).code == 1
-    assert command("evaluate", "m.pt2", "served.toml", "--against", online, "--tolerance", "0.01").code == 0
-
-
-def test_files_are_compared_without_a_model(command: Callable, place: Path) -> None:
-    """Equal files pass a tolerance of nothing; vectors of zeros are equal, too."""
-    vectors = _outputs()
-    vectors[3] = 0
-    online = _service(place, vectors)
-    ended = command("evaluate", online, "--against", online, "--tolerance", "0")
-    assert ended.code == 0
-    assert f"({SAMPLES} equal)" in ended.out
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_never_passes(command: Callable, place: Path, value: float) -> None:
     """Not even beside itself; in JSON it is null."""

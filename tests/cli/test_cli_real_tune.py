@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fleetbench.digests import read_json
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import WorkerFailed
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult, Summary
 from fleetbench.strategy import DistributedStrategy
@@ -58,23 +58,6 @@ def test_real_prints_the_same_keys_as_sim(command: Callable, layers: Path, tmp_p
     expected = [field.name for field in dataclasses.fields(Summary)]
     assert [list(data) for data in printed] == [expected, expected]
     assert [data["executor"] for data in printed] == ["sim", "real"]
-
-
-def test_real_does_without_a_simulation_that_is_refused(
-    command: Callable, layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the simulator has no answer, the real one is printed alone, and the reason is a note."""
-
-    def refused(*_: Any, **__: Any) -> RunResult:
-        raise ConfigError("the simulator does not execute this field yet", "strategy.amp")
-
-    measured = _measured(Experiment.load(layers))
-    monkeypatch.setattr(real_run, "measure", lambda *_, **__: measured)
-    monkeypatch.setattr("sim.run.simulate", refused)
-    ended = command("real", layers, "--out", tmp_path / "runs")
-    assert ended.code == 0
-    assert "note: SKIPPED the simulated column: strategy.amp" in ended.err
-    assert "25.00 ms" in ended.out
 
 
 def test_a_target_that_was_not_reached_is_said_and_is_no_failure(

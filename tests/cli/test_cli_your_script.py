@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fleetbench.cli.your_script import REGISTRY_SCRIPT, require_script, split_command
+from fleetbench.cli.your_script import REGISTRY_SCRIPT, split_command
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner import tune
@@ -68,15 +68,6 @@ def test_stragglers_of_an_experiments_own_workload_are_refused_too(command: Call
     assert "cluster.stragglers" in ended.err
 
 
-def test_another_files_strategy_does_not_reach_a_command(command: Callable, tmp_path: Path) -> None:
-    """Which loads its own, and so does an experiment's workload that somebody else starts: it would be left out without a word."""
-    (tmp_path / "s.toml").write_text("[strategy]\nnccl_comm_num = 2\n")
-    for words in (("no-such-program",), ("no-such-program", "-m", REGISTRY_SCRIPT, "e.toml")):
-        ended = command("tune", "--strategy", tmp_path / "s.toml", "--out", tmp_path, "--", *words)
-        assert ended.code == 2
-        assert "--strategy: does not reach the processes of a command" in ended.err
-
-
 class _Tuned(Exception):  # noqa: N818  # it ends the command where the tuning would begin
     """Keeps what was asked for."""
 
@@ -123,25 +114,6 @@ def test_a_missing_script_is_said_at_once(
     assert ended.code == 2
     assert f"no such script{' in there' if workdir else ''} (got nosuch.py)" in ended.err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("python", "-m", "package.train", "out.py"),  # a module, whose argument may be a file that it writes
-        ("torchrun", "--module", "package.train", "out.py"),
-        ("ssh", "host", "python", "elsewhere.py"),  # of another machine
-        ("torchrun", "here.py", "--config", "missing.py"),
-        ("python3.12", "there/too.py"),
-    ],
-)
-def test_what_may_exist_elsewhere_is_not_missed(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules, other machines, and what a script itself is given."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "here.py").touch()
-    (tmp_path / "there" / "too.py").touch()
-    monkeypatch.chdir(tmp_path)
-    require_script(words, None)
 
 
 SCRIPT = """\

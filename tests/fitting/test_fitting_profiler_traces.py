@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from processes import run_python
 from profiled_devices import BASE_US, CUDA, ROCM, Device
 
-from fleetbench import profiler_traces, traces
+from fleetbench import traces
 from fleetbench.errors import ConfigError
 from fleetbench.fitting.stragglers import compute_times, fit_source
 from fleetbench.profiler_traces import COMMUNICATION, read_profiler
@@ -127,28 +125,6 @@ def test_what_cannot_be_told_is_refused(change: Callable[..., Any], said: str, t
         read_profiler([_spoilt(change, tmp_path / "t.json")], "--from")
 
 
-@pytest.mark.parametrize(("name", "is_said"), [("nccl:all_to_all", True), ("gloo:all_reduce", False)])
-def test_nccl_without_kernels_says_that_they_are_missing(name: str, is_said: bool, tmp_path: Path) -> None:
-    """A job on GPUs whose trace has neither kernels nor the machine's GPUs: its operators are not its compute."""
-    device = Device(rank=0, lag=1)
-    for kind, called, begin in (("cpu_op", "aten::mm", 100), ("user_annotation", name, 200), ("user_annotation", "ProfilerStep#1", 0)):
-        device.event(kind, called, begin, 400 - begin, 1)
-    path = device.write(tmp_path / "t.json")
-    path.write_text(path.read_text().replace("deviceProperties", "notThere"))
-    _, notes = read_profiler([path], "--from")
-    assert any("no kernels were recorded" in note for note in notes) is is_said
-
-
-def test_names_that_are_not_known_are_said(tmp_path: Path) -> None:
-    """Two ranks without any communication: perhaps its kernels have names of their own, so a note says it."""
-    for rank in range(2):
-        device = Device(rank=rank, lag=1, words=CUDA | {"communication": "my_collective_kernel"})
-        device.run(range(3), seed=rank)
-        device.write(tmp_path / f"{rank}.json")
-    _, notes = read_profiler([tmp_path], "--from")
-    assert any("no name is one of communication" in note for note in notes)
-
-
 @pytest.mark.parametrize(
     ("name", "communicates"),
     [
@@ -183,37 +159,6 @@ def test_steps_that_a_rank_lacks_are_left_out(tmp_path: Path) -> None:
     assert "ranks 3, 5 of the job are counted from 0 here" in notes
 
 
-PROFILED = """
-import sys, torch
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
-small, large = torch.ones(64, 64), torch.ones(512, 512)
-cycles = schedule(wait=1, warmup=1, active=4, repeat=2)
-write = tensorboard_trace_handler(sys.argv[1])
-with profile(activities=[ProfilerActivity.CPU], schedule=cycles, on_trace_ready=write) as profiler:
-    for step in range(12):
-        matrix = large if step % 4 == 0 else small
-        (matrix @ matrix).sum().item()
-        profiler.step()
-"""
-
-
-@pytest.mark.slow
-def test_torchs_own_trace_of_a_cpu_is_read(tmp_path: Path) -> None:
-    """Two cycles of four steps: operators count, within the time of their step."""
-    script, traces = tmp_path / "profiled.py", tmp_path / "traces"
-    script.write_text(PROFILED)
-    done = run_python([script, traces], tmp_path)
-    assert done.code == 0, done.out
-    assert len(list(traces.iterdir())) == 2
-    table, notes = read_profiler([traces], "--from")
-    assert table["step"].tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
-    assert "operators of the host" in notes[0]
-    compute_s = dict(zip(table["step"], table["compute_s"], strict=True))
-    for event in (event for path in traces.iterdir() for event in json.loads(path.read_text())["traceEvents"]):
-        if str(event.get("name", "")).startswith("ProfilerStep"):
-            assert 0 < 1e6 * compute_s[int(event["name"].partition("#")[2])] <= event["dur"]
-
-
 def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
     """Eighty steps of ten kernels of 0.1 ms; the host launches a step in half of that, and reads the loss every tenth step."""
     for rank in range(2):
@@ -230,14 +175,6 @@ def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
     assert any("1 ms of compute" in text for text in fit.statements)
 
 
-def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than the bound is held."""
-    monkeypatch.setattr(profiler_traces, "MOST_BYTES", 2**20)
-    (tmp_path / "t.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 2**22))
-    with pytest.raises(ConfigError, match="larger than 1 MiB"):
-        compute_times(tmp_path / "t.json.gz")
-
-
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.data"])
 @pytest.mark.parametrize("text", ["rank, step, compute_s\n0, 1, 0.5\n0, 2, 0.25\n", ",Rank ,Step,compute_ms\n7,0,1,500\n8,0,2,250\n"])
 def test_tables_are_read_as_pandas_reads_them(name: str, text: str, tmp_path: Path) -> None:
@@ -246,13 +183,6 @@ def test_tables_are_read_as_pandas_reads_them(name: str, text: str, tmp_path: Pa
     times_s, notes = compute_times(tmp_path / name)
     assert times_s.tolist() == [[0.5, 0.25]]
     assert notes == ()
-
-
-def test_a_grouped_frame_is_read(tmp_path: Path) -> None:
-    """Parquet with ranks and steps in its index, as ``groupby`` leaves them."""
-    frame = pd.DataFrame({"rank": [0, 0, 1, 1], "step": [1, 2, 1, 2], "compute_s": [1.0, 2.0, 3.0, 4.0]})
-    frame.groupby(["rank", "step"]).sum().to_parquet(tmp_path / "t.parquet")
-    assert compute_times(tmp_path / "t.parquet")[0].tolist() == [[1, 2], [3, 4]]
 
 
 def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:

@@ -50,10 +50,6 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-if kind == "library":
-    from pretend.fitting import fit
-
-    fit(Net(), batch)
 if kind == "fleet":
     fleet.init()
 if kind in ("none", "fleet"):
@@ -64,7 +60,6 @@ elif kind == "unused":
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
 else:
     model = DistributedDataParallel(Net())
-second = DistributedDataParallel(nn.Linear(64, 64_000)) if kind == "two" else None
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 if kind == "evaluates":
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -80,9 +75,6 @@ def train(losses: TextIO) -> None:
             time.sleep(1000)
         loss = model(batch(step)).square().mean()
         loss.backward()
-        if second is not None:
-            second(batch(step)[:2]).square().mean().backward()
-            second.zero_grad()
         if kind == "updates":  # by hand
             continue
         scaler.step(optimizer)

@@ -238,10 +238,9 @@ def _more_workers(seen: Seen, rank: int) -> str:
 def _network(seen: Seen) -> Iterator[Cause]:
     if len(seen.logs) == 1:
         return
-    own_s, num, model, backwards = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model, _backwards(seen)
+    own_s, num, model = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model
     units = counted(num, "unit" if model.gathered_nbytes else "bucket")
-    often = f" in each of {backwards} backwards" if backwards > 1 else ""
-    told = [f"{size(model.nbytes)} of gradients in {units}{often}, of which the backward does not hide {milliseconds(own_s)} ms"]
+    told = [f"{size(model.nbytes)} of gradients in {units}, of which the backward does not hide {milliseconds(own_s)} ms"]
     if model.gathered_nbytes:
         told[0] += f", and {size(model.gathered_nbytes)} of parameters, which are gathered for {milliseconds(seen.shares.of('gathers'))} ms"
     remarks, faster = list[Remark](), None
@@ -262,17 +261,13 @@ def _network(seen: Seen) -> Iterator[Cause]:
     )
 
 
-def _backwards(seen: Seen) -> int:
-    """Return the median number of backwards per step in which DDP exchanges gradients."""
-    if seen.model.gathered_nbytes or seen.logs[0].num_models > 1:
-        return 1
-    return round(statistics.median(sum(one.kind == "gradients" for one in step[0].meetings) for step in steps_of(seen.logs)))
-
-
 def _accumulation(seen: Seen) -> Iterator[Cause]:
     """Yield exchanges of accumulated gradients, of which only the last of a step is needed."""
-    num, shares = _backwards(seen), seen.shares.part("gradients")
-    if num > 1:
+    shares, num = (
+        seen.shares.part("gradients"),
+        round(statistics.median(sum(one.kind == "gradients" for one in step[0].meetings) for step in steps_of(seen.logs))),
+    )
+    if num > 1 and seen.logs[0].num_models == 1 and not seen.model.gathered_nbytes:
         yield Cause(
             name="an exchange in each backward",
             what=f"each of the {num} backwards of a step exchanges {size(seen.model.nbytes)} of gradients, and only the last needs to",
@@ -355,7 +350,7 @@ def _loop(seen: Seen) -> Iterator[Cause]:
         yield Cause(name="the script's own code", what=what + _mostly(_line(seen.logs[0], "loop")), shares=code)
     line = _line(seen.logs[0], "collective")
     what = f"its calls of torch.distributed take {milliseconds(total_s(calls))} ms per step{_mostly(line)}"
-    remedy = "" if " of " in line else "average it over steps, or exchange it seldom"  # " of " marks a library's line
+    remedy = "average it over steps, or exchange it seldom"
     yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy, is_bound=True)
 
 
