@@ -12,10 +12,11 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fleetbench.errors import printable
+from fleetbench.units import NONE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,6 +61,15 @@ def new_table(title: str, *columns: str, left: Collection[str] = (), show_header
     table = Table(title=title, title_justify="left", caption_justify="left", show_header=show_header)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 or column in left else "right", overflow="fold")  # no name is cut
+    return table
+
+
+def table_of(title: str, rows: Sequence[Mapping[str, str | None]], left: Collection[str] = ()) -> Table:
+    """Return a table of rows by column. A column without any value is left out."""
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    table = new_table(title, *names, left=left)
+    for row in rows:
+        table.add_row(*(row[name] or NONE for name in names))
     return table
 
 

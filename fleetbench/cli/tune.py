@@ -24,7 +24,7 @@ from fleetbench.cli.options import (
     load_experiment,
     load_with_notes,
 )
-from fleetbench.cli.output import columns, emit, emit_table, new_table, say
+from fleetbench.cli.output import columns, emit, emit_table, new_table, say, table_of
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tuner.recommendation import Recommendation
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.churn import UnderChurn
-    from tuner.simulated.sizes import Sizes
+    from tuner.simulated.sizes import Size, Sizes
 
 
 _STAGES = ("profile", "search", "run", "verify")
@@ -281,27 +281,28 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _sizes_table(found: Sizes) -> Table:
-    first = found.sizes[0]
-    per_gpu = "samples/s/GPU" if first.tokens_per_s is None else "tokens/s/GPU"
-    columns = [found.key, "trainers", "step", "own step", per_gpu, "efficiency"]
-    columns += ["MFU"] if first.per_trainer.mfu is not None else []
-    columns += ["samples to target"] if first.samples else []
-    columns += ["takes"] if first.days is not None else []
-    columns += ["cost"] if first.cost is not None else []
-    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "memory", "strategy")
     letters = _letters(found)
-    for size in found.sizes:
+
+    def row(size: Size) -> dict[str, str | None]:
         own = size.per_trainer
         rate = own.samples_per_s if own.tokens_per_s is None else own.tokens_per_s
-        cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s)]
-        cells += [f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", units.percent(size.efficiency)]
-        cells += [units.percent(own.mfu)] if own.mfu is not None else []
-        cells += [f"{size.samples[1]:.3g} [{size.samples[0]:.3g}, {size.samples[2]:.3g}]"] if size.samples else []
-        cells += [hours_or_days(24 * size.days)] if size.days is not None else []
-        cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
         memory = units.size(own.memory_bytes) if own.memory_bytes else "unknown"
-        table.add_row(*cells, memory + (", too much" if size.fits_in_memory is False else ""), letters[size.strategy])
-    return table
+        return {
+            found.key: size.value,
+            "trainers": f"{size.trainers:,}",
+            "step": units.seconds(size.step_s),
+            "own step": units.seconds(size.default_s),
+            "samples/s/GPU" if own.tokens_per_s is None else "tokens/s/GPU": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            "efficiency": units.percent(size.efficiency),
+            "MFU": None if own.mfu is None else units.percent(own.mfu),
+            "samples to target": None if not size.samples else "{1:.3g} [{0:.3g}, {2:.3g}]".format(*size.samples),
+            "takes": None if size.days is None else hours_or_days(24 * size.days),
+            "cost": None if size.cost is None else f"{size.cost:,.2f}",
+            "memory": memory + (", too much" if size.fits_in_memory is False else ""),
+            "strategy": letters[size.strategy],
+        }
+
+    return table_of(f"{found.name}: SIMULATED, {found.compute}", [row(size) for size in found.sizes])
 
 
 def _letters(found: Sizes) -> dict[DistributedStrategy, str]:

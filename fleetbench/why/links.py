@@ -5,7 +5,7 @@ from typing import Literal
 
 from fleetbench.cluster import Link
 from fleetbench.config import Config
-from fleetbench.why.interfaces import LOOPBACK, Host
+from fleetbench.why.interfaces import Host
 
 FASTER = 1.2
 """Ratio of bus bandwidths from which another interface counts as faster, rather than measured at a better
@@ -102,17 +102,8 @@ class Links(Config):
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Names of the hosts, with an address if several share a name."""
-        names = [host.name for host in self.hosts]
-        whole = [f"{host.name} ({self._address(host)})" for host in self.hosts]
-        pairs = zip(names, whole, strict=True)
-        return tuple(name if names.count(name) == 1 else longer for name, longer in pairs)
-
-    def _address(self, host: Host) -> str:
-        """Return the host's address on the interface in use, or else on another one."""
-        others = (found for found in host.interfaces if found.name != LOOPBACK)
-        best = host.interface(self.interface) or next(others, None)
-        return "no address" if best is None else best.addresses[0].partition("/")[0]
+        """Names of the hosts."""
+        return tuple(host.name for host in self.hosts)
 
     def faster_interface(self) -> tuple[str, float] | None:
         """Return the fastest other interface, and the ratio of its bus bandwidth to that of the one in use.

@@ -62,8 +62,6 @@ class Loader(Config):
 
     num_workers: int
     """Number of worker processes."""
-    cpu_share: float = 0.0
-    """Share of the time in the DataLoader in which this process's main thread computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +143,7 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness(Config):
-    """Readiness of gradients, and compute times: medians over one rank's steps."""
+    """Readiness of gradients: medians over one rank's steps."""
 
     names: tuple[str, ...]
     """Names of the parameters, in order of registration."""
@@ -153,9 +151,5 @@ class Readiness(Config):
     """Bytes of each gradient."""
     ready_ns: tuple[int, ...]
     """Nanoseconds from the start of the step's last backward until each gradient is ready."""
-    forward_ns: int
-    """Nanoseconds of all forwards of a step, and of all its backwards except the last."""
-    backward_ns: int
-    """Nanoseconds of a step's last backward."""
     unused: tuple[str, ...] = ()
     """Names of the parameters that got no gradient in at least one backward."""

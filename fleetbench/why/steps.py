@@ -153,35 +153,20 @@ def meet(step: Sequence[RankStep]) -> None:
 
 
 def drawn(logs: Sequence[RankLog]) -> list[tuple[int, str, float, float]]:
-    """Return a step of about median length as rows: rank, activity, start and duration in seconds.
-
-    The activity ``wait`` lasts until the last rank begins an exchange.
-    """
+    """Return a step of about median length as rows: rank, activity, start and duration in seconds."""
     ends = [log.step_ends_ns for log in logs]
     lengths = [later - earlier for earlier, later in pairwise(ends[0])][: min(len(each) for each in ends) - 1]
     number = min(range(len(lengths)), key=lambda step: abs(lengths[step] - median(lengths)))
-    spans = [_within(log, number) for log in logs]
-    begin = min(span.start_ns for own in spans for span in own)
-    met = [[span for span in own if span.meets] for own in spans]
-    is_known = len({tuple(span.kind for span in own) for own in met}) == 1
-    arrived = [max(span.start_ns for span in together) for together in zip(*met, strict=False)] if is_known else []
-    rows = []
-    for rank, own in enumerate(spans):
-        lasts = iter(arrived)
-        for kind, start_ns, end_ns, meets in own:
-            middle = min(max(next(lasts, start_ns), start_ns), end_ns) if meets else start_ns
-            name = "communication" if meets else _DRAWN.get(kind, "other")
-            rows += [(rank, "wait", (start_ns - begin) * 1e-9, (middle - start_ns) * 1e-9)] if middle > start_ns else []
-            rows += [(rank, name, (middle - begin) * 1e-9, (end_ns - middle) * 1e-9)] if end_ns > middle else []
-    return rows
+    first = min(each[number] for each in ends)
+    return [
+        (rank, "communication" if meets else _DRAWN.get(kind, "other"), (start_ns - first) * 1e-9, (end_ns - start_ns) * 1e-9)
+        for rank, log in enumerate(logs)
+        for kind, start_ns, end_ns, meets in spans_of(log)
+        if ends[rank][number] <= start_ns and end_ns <= ends[rank][number + 1]
+    ]
 
 
 _DRAWN = {"forward": "forward", "backward": "backward", "optimizer": "update", "input": "input"}
-
-
-def _within(log: RankLog, number: int) -> list[Span]:
-    begin, end = (log.step_ends_ns[number + at] for at in (0, 1))
-    return [span for span in spans_of(log) if begin <= span.start_ns and span.end_ns <= end]
 
 
 def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:

@@ -52,7 +52,7 @@ class Events:
         self.samples: list[tuple[int, str]] = []
         self._loaders: dict[int, list[int]] = {}
         """For each DataLoader iterator by ``id()``: its number of workers, and the nanoseconds that this
-        thread spent and computed in it."""
+        thread spent in it."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
         """Latest backwards, as entries of ``found``."""
@@ -65,8 +65,7 @@ class Events:
         """DataLoader that took the most time; ``None`` if there was none."""
         if not self._loaders:
             return None
-        num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
-        return Loader(num_workers=num_workers, cpu_share=min(1.0, computed_ns / max(1, took_ns)))
+        return Loader(num_workers=max(self._loaders.values(), key=lambda each: each[1])[0])
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -191,17 +190,16 @@ class Events:
         return collective
 
     def _next(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        noted = self._around("input", function)
+
         def following(iterator: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return function(iterator)
-            begin, computed = time.perf_counter_ns(), time.thread_time_ns()
+            begin = clock()
             try:
-                with self._noting("input"):
-                    return function(iterator)
+                return noted(iterator)
             finally:
-                of_loader = self._loaders.setdefault(id(iterator), [iterator._num_workers, 0, 0])  # noqa: SLF001  # as above
-                of_loader[1] += time.perf_counter_ns() - begin
-                of_loader[2] += time.thread_time_ns() - computed
+                if threading.get_ident() == self._thread:
+                    of_loader = self._loaders.setdefault(id(iterator), [iterator._num_workers, 0])  # noqa: SLF001  # as above
+                    of_loader[1] += clock() - begin
 
         return following
 

@@ -113,16 +113,6 @@ TWO_NODES = {
 }
 
 
-def test_a_profile_says_what_ddp_broadcasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Along the ring over four ranks, of which the second and third are on two nodes: 3 + 40 + 3 us and S / 100 MB/s."""
-    _shown(TWO_NODES, tmp_path, nbytes=1_000_000, as_json=True)
-    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == pytest.approx(46e-6 + 1e-2, abs=1e-9)
-    _shown(TWO_NODES, tmp_path, nbytes=1_000_000)
-    told = capsys.readouterr().out
-    assert "buffers: 1.00 MB. Rank 0 sends them in every step, in 10.05 ms" in told
-    assert "broadcast_buffers = false" in told
-
-
 def test_a_profile_of_shards_tells_of_a_trainers_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 400 ms for the whole model four trainers take 100 each: 8 samples take 1 + 2 + 100 ms. Nothing is said of local steps."""
     experiment = Experiment.from_dict(

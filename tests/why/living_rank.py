@@ -123,7 +123,7 @@ def within() -> dict[str, Any]:
             clock.step_ends()
     found = clock.found()
     assert found is not None
-    return {"within_ns": [found.forward_ns, found.backward_ns]}
+    return {"within_ns": [max(found.ready_ns)]}
 
 
 def main() -> None:

@@ -95,8 +95,6 @@ def readiness() -> Readiness:
         names=tuple(f"layer{number}.weight" for number in range(LAYERS)),
         nbytes=(4 * NUMEL,) * LAYERS,
         ready_ns=tuple((LAYERS - number) * 5 * MS for number in range(LAYERS)),
-        forward_ns=10 * MS,
-        backward_ns=20 * MS,
     )
 
 
@@ -152,7 +150,6 @@ def test_accumulation_without_no_sync_is_named() -> None:
     assert "each of the 4 backwards of a step exchanges 4.00 MB of gradients" in cause.what
     assert "no_sync" in cause.remedy
     assert cause.simulated_s == pytest.approx(found.shares.step_s - 0.030, abs=1e-4)
-    assert "in each of 4 backwards" in next(cause for cause in causes_of(found) if cause.name == "the network").what
     assert all(cause.name != "an exchange in each backward" for cause in causes_of(seen(exposed_ms=10.0)))
 
 
@@ -204,7 +201,6 @@ def test_a_step_with_other_buckets_is_that_of_the_closed_form() -> None:
     assert found.step_s(()) == pytest.approx(today_s)
     assert found.step_s((), cap_mb=0.5) == pytest.approx(1e-3 * (1 + 10 + 5 + 4 * 10 + 2), rel=1e-3)
     assert found.best_cap((0.5, 25.0))[0] == 0.5
-    assert found.step_s((), wire=0.5) == pytest.approx(today_s - 20e-3, rel=1e-3)
 
 
 def test_a_faster_interface_is_simulated() -> None:

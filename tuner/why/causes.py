@@ -228,7 +228,7 @@ def _more_workers(seen: Seen, rank: int) -> str:
     if log.loader is None:
         return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
     free = log.cores - sum(other.cpu_cores for other in seen.logs if other.host == log.host)
-    if free < 0.5 and (log.loader.cpu_share > 0.5 or log.loader.num_workers):
+    if free < 0.5 and log.loader.num_workers:
         return "no core is free for more loader processes: make batches cheaper, or in advance"
     waits_s = _own_s(log, "input")
     num = 2 * log.loader.num_workers or math.ceil(waits_s / max(1e-9, seen.shares.step_s - waits_s))

@@ -42,8 +42,6 @@ _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
 _GAIN = 0.02
 """Smallest gain, as a share of a step, for which a remedy is recommended."""
-_GAIN_OF_ROUNDING = 0.1
-"""Smallest gain, as a share of a step, for which a remedy that rounds gradients is recommended."""
 _HIDDEN = 0.4
 """Share of the exposed exchange that other buckets must hide to be the remedy, instead of the network."""
 _TRIES = 3
@@ -140,7 +138,7 @@ def _readiness(job: LookedAt, tell: Progress) -> Readiness | None:
     if job.is_over or any(part["ready"] is None for part in parts):
         return None
     found = [decode(part["ready"], Readiness, "ready") for part in parts]
-    typical = sorted(found, key=lambda own: own.forward_ns + own.backward_ns)[(len(found) - 1) // 2]  # not a slow rank
+    typical = sorted(found, key=lambda own: max(own.ready_ns))[(len(found) - 1) // 2]  # not a slow rank
     return replace(typical, unused=tuple(sorted({name for each in found for name in each.unused})))
 
 
@@ -196,22 +194,12 @@ def _better_buckets(seen: Seen, simulated: Simulated | Additive | None) -> Itera
 
 
 def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> list[Cause]:
-    """Add the step time without the network to its cause, unless it has a remedy, or other buckets hide much.
-
-    If 16-bit gradients gain a tenth of a step, they are the remedy, and the step time is theirs.
-    """
+    """Add the step time without the network to its cause, unless it has a remedy, or other buckets hide much."""
     step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients", "gathers")
     hidden_s = max((step_s - cause.simulated_s for cause in causes if cause.name == BUCKETS and cause.simulated_s is not None), default=0.0)
     if simulated is None or hidden_s >= _HIDDEN * exposed_s:
         return list(causes)
-    halved_s = step_s if isinstance(simulated, Additive) else simulated.step_s((), wire=0.5)
-    named: dict[str, str] = {}
-    if not seen.model.comm_hook and seen.model.dtype == "float32" and halved_s < (1 - _GAIN_OF_ROUNDING) * step_s:
-        hook = "bf16_compress_hook" if seen.logs[0].backend == "nccl" else "fp16_compress_hook"
-        named["remedy"] = f"model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{hook})"
-        named["trains_differently"] = "gradients travel in 16 bits"
-    after_s = halved_s if named else step_s - exposed_s
-    return [replace(c, simulated_s=after_s, **named) if c.name == NETWORK and not c.remedy else c for c in causes]  # type: ignore[arg-type]  # fields of text
+    return [replace(c, simulated_s=step_s - exposed_s) if c.name == NETWORK and not c.remedy else c for c in causes]
 
 
 def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:
