@@ -78,7 +78,7 @@ def _emit_times(links: Links) -> None:
     title = f"all-reduce: {ranks} on {hosts}, {links.backend}{over}"
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
-        speeds = [units.rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
+        speeds = [units.rate(8 * speed) for speed in (each.size_bytes / each.median_s, each.busbw_bytes_per_s)]
         kib, is_right = each.size_bytes / 2**10, "right" if each.is_correct else "WRONG"
         size = f"{kib:g} KiB" if kib < 2**10 else f"{kib / 2**10:g} MiB"
         table.add_row(size, units.seconds(each.median_s), *speeds, is_right)

@@ -147,7 +147,6 @@ def data_of(found: Explanation) -> dict[str, Any]:
         ],
         "with_all_remedies_s": found.all_s,
         "shares": [asdict(share) for share in found.shares.shares],
-        "foreign_cores": found.foreign_cores,
         "looked_s": found.seconds,
         "notes": list(found.notes),
     }

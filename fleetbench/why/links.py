@@ -36,8 +36,6 @@ class AllReduceTime(Config):
     """Median duration in seconds, on the rank where it is longest."""
     num: int
     """Number of repeats, without the warm-up."""
-    algbw_bytes_per_s: float
-    """Algorithm bandwidth: size over duration."""
     busbw_bytes_per_s: float
     """Bus bandwidth among n ranks, as nccl-tests defines it: 2 (n - 1) / n times the algorithm bandwidth."""
     is_correct: bool
@@ -46,14 +44,10 @@ class AllReduceTime(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTime(Config):
-    """Round trips of messages between the first ranks of two neighbouring hosts."""
+    """Round trips of messages of 4 MiB between the first ranks of two neighbouring hosts."""
 
     hosts: tuple[int, ...]
     """Indices of the two hosts in ``Links.hosts``."""
-    size_bytes: int
-    """Bytes of a message."""
-    median_s: float
-    """Seconds in one direction: half of a round trip."""
     bytes_per_s: float
     """Bytes per second in one direction."""
 
@@ -80,8 +74,6 @@ class Links(Config):
     """Number of ranks."""
     hosts: tuple[Host, ...]
     """Hosts in the order of their first ranks."""
-    host_of_rank: tuple[int, ...]
-    """Index in ``hosts`` of each rank of the group."""
     times: tuple[AllReduceTime, ...]
     """Times of all-reduces, the smallest size first."""
     fit: Link | None = None

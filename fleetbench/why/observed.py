@@ -46,14 +46,10 @@ class Model(Config):
     """Cap of a bucket in MiB; None: torch's default, with a first bucket of 1 MiB."""
     find_unused_parameters: bool = False
     """Whether DDP searches for unused parameters."""
-    comm_hook: str = ""
-    """Name of the communication hook; empty if there is none."""
     buffers_nbytes: int = 0
     """Bytes of the buffers that are broadcast before each forward."""
     buffers_change: bool = True
     """Whether a forward changes any buffer."""
-    dtype: str = "float32"
-    """Type of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +73,6 @@ class RankLog:
     """Name of the rank's host."""
     device: str
     """Type of the rank's device, such as ``cpu``."""
-    backend: str
-    """Backend of the rank's process group."""
     threads: int
     """Number of threads that torch uses for one operation."""
     sets_threads: bool

@@ -75,7 +75,6 @@ def measure_links(
         backend="nccl" if is_nccl else "gloo",
         ranks=process.size(),
         hosts=hosts,
-        host_of_rank=host_of_rank,
         times=times,
         fit=Hockney(trainers=process.size(), line=line).link if line.statement is None else None,
         interface=used,
@@ -148,7 +147,6 @@ def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], s
                 size_bytes=part.numel() * _ELEMENT,
                 median_s=median,
                 num=num,
-                algbw_bytes_per_s=speed,
                 busbw_bytes_per_s=2 * (ranks - 1) / ranks * speed,
                 is_correct=not wrong,
             )
@@ -188,9 +186,7 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
             _wait_for(device)
             took.append((time.perf_counter() - begin) / 2)
         if is_first:
-            median = statistics.median(took[1:])
-            speed = _PAIR_BYTES / median
-            found.append(PairTime(hosts=hosts, size_bytes=_PAIR_BYTES, median_s=median, bytes_per_s=speed))
+            found.append(PairTime(hosts=hosts, bytes_per_s=_PAIR_BYTES / statistics.median(took[1:])))
     return found
 
 

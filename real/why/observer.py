@@ -187,7 +187,6 @@ class Observer:
             rank=self._rank,
             host=Place.here().host,
             device=self._living.device_type,
-            backend=self._backend,
             threads=torch.get_num_threads(),
             sets_threads=os.environ.get("OMP_NUM_THREADS", "").isdecimal()
             and int(os.environ["OMP_NUM_THREADS"]) != torch.get_num_threads(),

@@ -127,13 +127,6 @@ def test_slurms_script_trains_on_two_nodes(printed: Callable[..., str], tools: d
     assert "overlap" in options
 
 
-def test_a_task_that_fails_fails_the_job(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """The batch script's exit code is the tasks'."""
-    (tmp_path / "fails.py").write_text("import os, sys\nsys.exit(7 if os.environ['SLURM_PROCID'] == '1' else 0)\n")
-    path = _lint(printed("slurm", "fails.py", per_node=1), tmp_path)
-    assert _bash(path, environment=tools).returncode == 7
-
-
 def test_slurms_driver_is_outside_or_inside(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """Outside, one driver starts the workers by srun; inside, srun starts a driver in every task."""
     path = _lint(printed("slurm", "train.py", "--lr", "0.1"), tmp_path)
@@ -233,22 +226,6 @@ def test_the_pods_find_each_other(printed: Callable[..., str]) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 3}
     assert {"name": "OMP_PLACES", "value": "{0:2},(1)"} in container["env"]
     assert [entry["value"] for entry in container["env"] if entry["name"] == "OMP_NUM_THREADS"] == ["2"]
-
-
-def test_a_pods_command_is_torchruns(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """The shell in the container is clean, and starts torchrun with the pod's number for the node's."""
-    torchrun = tmp_path / "bin" / "torchrun"
-    torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    torchrun.chmod(0o755)
-    _, job = _manifest(printed("kubernetes", "train.py", "--name", "it's: {a} #b"))
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    _lint(f"#!/bin/bash\n{container['command'][-2]}", tmp_path)
-    done = subprocess.run(
-        [*container["command"], *container["args"]], env={**tools, "JOB_COMPLETION_INDEX": "1"}, capture_output=True, text=True, check=True
-    )
-    parsed = get_args_parser().parse_args(done.stdout.split("\0")[:-1])
-    assert (parsed.nnodes, parsed.nproc_per_node, parsed.node_rank, parsed.master_addr) == ("2", "3", 1, "two-nodes-v1-0.two-nodes-v1")
-    assert (parsed.training_script, parsed.training_script_args) == ("train.py", ["--name", "it's: {a} #b"])
 
 
 HOSTILE = (

@@ -73,7 +73,6 @@ def seen(
             rank=rank,
             host="a",
             device="cpu",
-            backend="gloo",
             threads=threads,
             sets_threads=sets_threads,
             cores=4,
@@ -106,7 +105,6 @@ def links(**changes: object) -> Links:
             size_bytes=size,
             median_s=size * ALL_REDUCE_S_PER_BYTE,
             num=10,
-            algbw_bytes_per_s=1 / ALL_REDUCE_S_PER_BYTE,
             busbw_bytes_per_s=1 / ALL_REDUCE_S_PER_BYTE,
             is_correct=True,
         )
@@ -114,7 +112,7 @@ def links(**changes: object) -> Links:
     )
     link = Link(bandwidth=BitsPerSecond(round(8 / ALL_REDUCE_S_PER_BYTE)), latency=Nanoseconds(0), payload=True)
     host = Host(name="a", interfaces=(Interface(name="lo", addresses=("127.0.0.1/8",), mtu=65536),))
-    plain = Links(backend="gloo", ranks=2, hosts=(host,), host_of_rank=(0, 0), times=times, fit=link, interface="lo")
+    plain = Links(backend="gloo", ranks=2, hosts=(host,), times=times, fit=link, interface="lo")
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]  # fields of it
 
 

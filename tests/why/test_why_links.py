@@ -37,7 +37,7 @@ def test_two_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
     """Three sizes with right sums, one host, the loopback, and nothing to set."""
     assert found[0]["links"] == found[1]["links"]
     links = decode(found[0]["links"], Links, "links")
-    assert (links.backend, links.ranks, links.host_of_rank, links.interface) == ("gloo", 2, (0, 0), "lo")
+    assert (links.backend, links.ranks, links.interface) == ("gloo", 2, "lo")
     assert [each.size_bytes for each in links.times] == [4096, 65536, 262144]
     for each in links.times:
         assert each.is_correct
@@ -149,7 +149,6 @@ def times(bytes_per_s: float, *, is_correct: bool = True) -> tuple[AllReduceTime
         size_bytes=10**6,
         median_s=1e6 / bytes_per_s,
         num=3,
-        algbw_bytes_per_s=bytes_per_s,
         busbw_bytes_per_s=bytes_per_s,
         is_correct=is_correct,
     )
@@ -163,7 +162,7 @@ def links_of(*names: str, speed: float | None = None, bytes_per_s: float = 1e9, 
     ports = fields.pop("ports", ())
     given = {"backend": "gloo", "interface": "eth0", "times": times(bytes_per_s)} | fields
     hosts = tuple(Host(name=name, interfaces=interface, ports=ports) for name in names)
-    return Links(ranks=len(names), hosts=hosts, host_of_rank=tuple(range(len(names))), **given)
+    return Links(ranks=len(names), hosts=hosts, **given)
 
 
 def test_an_interface_that_is_little_faster_is_no_remedy() -> None:
@@ -182,10 +181,7 @@ def test_a_host_with_slow_links_is_named() -> None:
 
     def pairs(*speeds: float) -> tuple[PairTime, ...]:
         num = len(speeds)
-        return tuple(
-            PairTime(hosts=(host, (host + 1) % num), size_bytes=4, median_s=4 / speed, bytes_per_s=speed)
-            for host, speed in enumerate(speeds)
-        )
+        return tuple(PairTime(hosts=(host, (host + 1) % num), bytes_per_s=speed) for host, speed in enumerate(speeds))
 
     names = ("a", "b", "c", "d", "e")
     (remark,) = remarks_of_links(links_of(*names, pairs=pairs(9e8, 3e8, 3e8, 1e9, 1e9)))

@@ -52,7 +52,6 @@ class Rank:
             rank=self.rank,
             host="a",
             device="cpu",
-            backend="gloo",
             threads=1,
             sets_threads=False,
             cores=2,

@@ -222,22 +222,6 @@ def test_a_slow_rank_is_waited_for(ahead: int, words: dict[str, str], tmp_path: 
     assert shares.steady_rank == 1
 
 
-def test_jitter_of_equal_ranks_is_waited_for_by_turns(tmp_path: Path) -> None:
-    """The last rank of a step waits for nobody, and is not counted in it: each wait is 2 ms."""
-    ranks = [Rank(rank=number) for number in range(2)]
-    for step in range(10):
-        for rank in ranks:
-            rank.computes((12 if step % 2 == rank.rank else 10) * MS)
-        all_reduce(ranks, 2 * MS)
-        for rank in ranks:
-            rank.ends(step)
-    shares = read(ranks, tmp_path).shares
-    waits = {share.rank: round(share.seconds * 1e3, 2) for share in shares.shares if share.rank is not None}
-    assert waits == {0: 1.0, 1: 1.0}
-    assert shares.steady_rank is None
-    assert ms(shares, "device") == pytest.approx(10, rel=0.01)
-
-
 def test_ranks_that_cannot_be_aligned_are_not_guessed_at(tmp_path: Path) -> None:
     """A rank's collectives do not end with the other's: only a note says it."""
     ranks = [Rank(rank=number) for number in range(2)]
@@ -392,13 +376,6 @@ def test_torchs_own_trace_has_the_names_that_are_looked_for(tmp_path: Path) -> N
     assert ms(shares, "device") > 0
     assert sum(share.seconds for share in shares.shares) == pytest.approx(shares.step_s, rel=1e-12)
     assert re.search(r"\n     remedy: .*DataLoader\(.*\n     simulated with", text_of(explain_traces([path], "TRACE"), 120))
-
-
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    """In a sentence that names the file."""
-    (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"(?s)t\.json: is JSON, but no trace.*HINT"):
-        read_shares([tmp_path / "t.json"], "TRACE")
 
 
 def test_another_link_changes_what_is_exposed(tmp_path: Path) -> None:

@@ -102,7 +102,6 @@ def explain(
         shares=seen.shares,
         causes=tuple(ranked(causes, seen.shares.step_s)),
         all_s=_all_s(causes, seen, simulated),
-        foreign_cores=load.cores,
         seconds=time.monotonic() - began,
         step=tuple(drawn(logs)),
         notes=tuple(notes),

@@ -24,8 +24,6 @@ class Explanation:
     """Causes of the step time, the largest gain first."""
     all_s: float | None
     """Seconds per step with all remedies that do not change training; None if none of them gains."""
-    foreign_cores: float | None
-    """Number of this host's cores that other programs used during the observation."""
     seconds: float
     """Seconds that the explanation took, from the command's start."""
     step: tuple[tuple[int, str, float, float], ...] = ()

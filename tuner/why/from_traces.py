@@ -38,7 +38,6 @@ def explain_traces(sources: Sequence[Path], where: str, *, link: float | None = 
         shares=found.shares,
         causes=tuple(sorted(causes_of_traces(found), key=lambda cause: -cause.seconds)),
         all_s=None,
-        foreign_cores=None,
         seconds=time.monotonic() - began,
         notes=tuple(notes),
     )
