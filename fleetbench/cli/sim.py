@@ -258,9 +258,8 @@ def _seeds_table(found: OverSeeds) -> Table:
 
 
 def _sweep_table(found: Sweep, heading: str) -> Table:
-    rows = [
-        {axis.key: units.number(row[axis.key]) for axis in found.axes}
-        | {title: None if row.get(name) is None else spell(row[name]) for name, title, spell in _COLUMNS}
-        for row in found.table.astype(object).where(found.table.notna(), None).to_dict(orient="records")
-    ]
+    rows = list[dict[str, str | None]]()
+    for row in found.table.astype(object).where(found.table.notna(), None).to_dict(orient="records"):
+        rows.append({axis.key: units.number(row[axis.key]) for axis in found.axes})
+        rows[-1] |= {title: None if row.get(name) is None else spell(row[name]) for name, title, spell in _COLUMNS}
     return table_of(f"{found.name}: {len(found.table)} points{heading}", rows)
