@@ -58,14 +58,14 @@ def _emit(tested: LinkReport) -> None:
         _emit_facts(title, ("link", "should carry", "state"), rows)
         if links.hosts[first].topology:
             emit(links.hosts[first].topology)
-    rows = []
+    between = []
     for pair in links.pairs:
-        rows.append((" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), "4 MiB, one rank to one"))
+        between.append((" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), "4 MiB, one rank to one"))
     for each in links.interfaces:
         speed = 8 * each.times[-1].busbw_bytes_per_s if each.times else None
-        rows.append((f"gloo over {each.name}{_used(each.name, links)}", units.rate(speed), each.error or "all-reduce of all ranks"))
-    if rows:
-        _emit_facts("between hosts", ("link", "carries", ""), rows)
+        between.append((f"gloo over {each.name}{_used(each.name, links)}", units.rate(speed), each.error or "all-reduce of all ranks"))
+    if between:
+        _emit_facts("between hosts", ("link", "carries", ""), between)
     for number, remark in enumerate(tested.remarks, start=1):
         emit(f"{number}. {remark.what}\n   REMEDY: {remark.remedy}")
     if not tested.remarks:

@@ -154,7 +154,8 @@ def with_gpus(host: Host) -> Host:
             return host
     parts = re.split(r"^GPU \d+:", texts[1], flags=re.MULTILINE)[1:]
     sums = [sum(float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", part)) for part in parts]
-    speed = BitsPerSecond(round(8e9 * min(sums))) if sums and min(sums) else None
+    least = min(sums, default=0.0)
+    speed = BitsPerSecond(round(8e9 * least)) if least else None
     topology = re.sub(r"\x1b\[[0-9;]*m", "", texts[0]).partition("Legend")[0].strip()
     return replace(host, topology=topology, nvlink=speed)
 

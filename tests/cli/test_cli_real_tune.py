@@ -131,7 +131,7 @@ def tunes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tunes")
 def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Path, tmp_path: Path) -> None:
-    """KEEP DEFAULT is success; the report is written; ``-v`` has step times side by side with their error, void legs and notes."""
+    """KEEP DEFAULT is success; the report is written; ``-v`` has why others were not chosen, and notes."""
     ended = command("tune", layers, "--out", tmp_path / "runs")
     folder = tmp_path / "runs" / "layers-tune"
     assert ended.code == 0
@@ -144,11 +144,6 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
     assert '<td class="n">2, 1 void</td>' in (folder / "report.html").read_text()
     shutil.rmtree(folder)
     ended = command("tune", layers, "-v", "--out", tmp_path / "runs")
-    default, candidate = (
-        [cell.strip() for cell in row.split("│")[2:6]] for row in ended.out.splitlines() if row.startswith(("│ d", "│ c"))
-    )
-    assert default == ["9.00", "10.00", "-10.0 %", "0"]
-    assert candidate[-1] == "1"
     assert "not chosen: candidate 1: misses the target" in ended.out
     assert "left out\n- tune.thread_num stays 1: threads were not searched" in ended.out
     assert ended.out.startswith("KEEP DEFAULT")
