@@ -58,9 +58,8 @@ def _emit(tested: LinkReport) -> None:
         _emit_facts(title, ("link", "should carry", "state"), rows)
         if links.hosts[first].topology:
             emit(links.hosts[first].topology)
-    between = []
-    for pair in links.pairs:
-        between.append((" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), "4 MiB, one rank to one"))
+    what = "4 MiB, one rank to one"
+    between = [(" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), what) for pair in links.pairs]
     for each in links.interfaces:
         speed = 8 * each.times[-1].busbw_bytes_per_s if each.times else None
         between.append((f"gloo over {each.name}{_used(each.name, links)}", units.rate(speed), each.error or "all-reduce of all ranks"))
