@@ -42,7 +42,7 @@ _TEXT: dict[str, str] = {
     r"<": "an XML file",
     r"#!": "a script",
     r"(?:[^\n]*\n)*?[^\n]*\bnThread \d+ nGpus \d": "the output of nccl-tests, without a row of results",
-    r"(?:[^\n]*\n)*?[^\n]*\bOSU \S+ .*Test\b": "the output of another OSU benchmark than osu_allreduce",
+    r"(?:[^\n]*\n)*?[^\n]*\bOSU \S+ .*Test\b": "the output of an OSU benchmark",
     r"(?:[^\n]*\n)*?[^\n]*\bNCCL (?:INFO|WARN) ": "a log of NCCL_DEBUG",
     r"(?:[^\n]*\n){0,50}?(?:import|from) \w[\w.]*(?: import [^,\n]+)?\n": "a Python script",
     r"(?:#[^\n]*\n)*(?:---\n)?[\w-]+:(?: [^\n]*)?\n(?:[\w-]+:|  |- )": "a YAML file",

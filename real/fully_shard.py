@@ -132,7 +132,6 @@ class ShardedModel:
             regathered_nbytes=sum(again),
             shard_ranks=self.degree,
             buffers_change=buffers_change,
-            dtype=str(next(self.module.parameters()).dtype).removeprefix("torch."),
         )
 
     def own_strategy(self) -> DistributedStrategy:

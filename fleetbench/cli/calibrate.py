@@ -23,7 +23,7 @@ from fleetbench.cli.options import (
     whole,
     with_profile,
 )
-from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.cli.output import emit, emit_table, new_table, say, table_of
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
 
@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
     """Add the command's parser."""
     parser = add_command(commands, "calibrate", "fit an experiment to measured times, or forecast more GPUs from a few", run)
     add_experiment(parser)
-    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or the output of nccl-tests or osu_allreduce")
+    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or the output of nccl-tests")
     asked = parser.add_mutually_exclusive_group(required=True)
     text = "compute (all layer times), or a declared quantity such as cluster.inter.bandwidth; repeatable"
     asked.add_argument("--fit", action="append", metavar="KEY", help=text)
@@ -128,22 +128,22 @@ def _forecast(arguments: argparse.Namespace, cells: Sequence[Cell]) -> int:
 def _print_sizes(found: Larger) -> None:
     from tuner.calibrate.larger import verdict
 
-    cost = [] if found.price is None else ["cost"]
-    columns = ("GPUs", "batch per GPU", "step", "samples/s", "takes", *cost, "faster")
-    table = new_table("one run: median and 90 % interval", *columns, left=("faster",))
+    rows = []
     for one in found.forecasts:
-        size, spent = one.size, found.cost(one)
-        table.add_row(
-            f"{size.nodes} x {size.gpus_per_node}",
-            f"{size.local_batch:g}",
-            _triple([units.seconds(value) for value in one.step_s]),
-            f"{one.samples_per_s[1]:,.4g}",
-            units.seconds(took) if (took := found.seconds(one)[1]) < SECONDS_PER_HOUR else hours_or_days(took / SECONDS_PER_HOUR),
-            *([] if spent is None else [_triple([f"{money:,.2f}" for money in spent])]),
-            "measured" if size in found.measured else verdict(one),
+        size, spent, took = one.size, found.cost(one), found.seconds(one)[1]
+        rows.append(
+            {
+                "GPUs": f"{size.nodes} x {size.gpus_per_node}",
+                "batch per GPU": f"{size.local_batch:g}",
+                "step": _triple([units.seconds(value) for value in one.step_s]),
+                "samples/s": f"{one.samples_per_s[1]:,.4g}",
+                "takes": units.seconds(took) if took < SECONDS_PER_HOUR else hours_or_days(took / SECONDS_PER_HOUR),
+                "cost": None if spent is None else _triple([f"{money:,.2f}" for money in spent]),
+                "faster": "measured" if size in found.measured else verdict(one),
+            }
         )
-    emit_table(table)
-    emit(f"takes{' and cost' if cost else ''}: for {found.samples:,.6g} samples (tune.samples)")
+    emit_table(table_of("one run: median and 90 % interval", rows, left=("faster",)))
+    emit(f"takes{'' if found.price is None else ' and cost'}: for {found.samples:,.6g} samples (tune.samples)")
     emit("faster: the probability of more samples/s than the fastest measured size")
     emit(f"spread from run to run: {units.percent(found.forecasts[0].run_to_run)}")
     table = new_table("what the law assumes", "", "from", "median", "90 % interval", left=("from", "90 % interval"))

@@ -5,25 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fleetbench import units
 from fleetbench.cli.options import Commands, add_command, add_json, number
 from fleetbench.cli.output import emit, emit_table, new_table, say
-from fleetbench.config import encode, flat
 from fleetbench.errors import ConfigError, GateFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.table import Table
-
     from fleetbench.report.fidelity import Figures
     from fleetbench.result import RunResult
 
 
-MOST_NAMED = 3
-"""Largest number of settings in the label of a run."""
 _NAMES = {
     "step": "step",
     "compute": "  compute",
@@ -41,8 +36,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="a run folder")
     parser.add_argument("b", type=Path, metavar="B", help="another; ratios are B / A")
     parser.add_argument("others", type=Path, nargs="*", metavar="OTHER", help="with --losses: further runs to draw")
-    drawn = "draw all losses, also of OTHER, against steps and seconds; runs that differ only in their seed become one line with a band"
-    parser.add_argument("--losses", type=Path, metavar="PNG", help=drawn)
+    parser.add_argument("--losses", type=Path, metavar="PNG", help="draw all losses, also of OTHER, against steps and seconds")
     gate = "exit with 1 if the mean step times differ by more than this, in per cent of A's"
     parser.add_argument("--fail-over", type=number("a percentage", 0), metavar="PERCENT", help=gate)
     add_json(parser, "the comparison")
@@ -65,8 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit(json.dumps(comparison.to_dict() | ({} if fidelity is None else {"fidelity": fidelity}), indent=1))
     else:
-        if others:
-            emit_table(_table([a, b, *others]))
         emit(comparison.text())
         emit(f"mean step time, B over A: {100 * comparison.step_difference:+.2f} %")
         if fidelity is not None:
@@ -80,58 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw_losses(runs: Sequence[RunResult], path: Path) -> None:
-    """Draw the losses of the runs as a PNG.
-
-    Runs of one executor with equal ``_conditions``, such as runs with different seeds, share a line.
-    """
+    """Draw the losses of the runs as a PNG, each named by its executor and folder."""
     from fleetbench.report import figures
 
-    lines: dict[tuple[str, str], list[RunResult]] = {}
-    for run in runs:
-        lines.setdefault((run.summary.executor, repr(_conditions(run))), []).append(run)
     if path.suffix != ".png":
         raise ConfigError("the picture is a PNG", "--losses", str(path), f"for example {path.with_suffix('.png')}")
-    several = list(lines.values())
-    named = dict(zip(_labels([own[0] for own in several]), several, strict=True))
     targets = {run.experiment.workload.target_loss for run in runs}
+    named = {f"{run.summary.executor}, {run.path}": run for run in runs}
     picture = figures.loss_against_time(named, targets.pop() if len(targets) == 1 else None)
     try:
         figures.save_png(picture, path)
         say(f"picture: {path}")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", "--losses", str(path), "a file in an existing folder") from None
-
-
-def _table(runs: Sequence[RunResult]) -> Table:
-    """Return a table with one row per run: step time, steps and time to the target, and final loss."""
-    table = new_table("all runs", "run", "seed", "step", "steps to target", "time to target", "final loss")
-    for run, label in zip(runs, _labels(runs), strict=True):
-        own = run.summary
-        to_target = units.number(own.steps_to_target), units.seconds(own.time_to_target_s)
-        table.add_row(label, str(own.seed), units.seconds(own.step_s["mean"]), *to_target, units.number(own.final_loss))
-    return table
-
-
-def _conditions(run: RunResult) -> dict[str, Any]:
-    """Return the settings that distinguish lines: all except name, number of steps, profile, and most of ``[run]``."""
-    rows = dict(flat(encode(run.experiment)))
-    kept = ("run.device", "run.backend", "run.launcher")
-    left = ("name", "workload.steps", "workload.profile")
-    return {key: value for key, value in rows.items() if key in kept or not (key in left or key.startswith("run."))}
-
-
-def _labels(runs: Sequence[RunResult]) -> list[str]:
-    """Return each run's label: its executor and the settings that differ, or its folder if too many differ."""
-    conditions = [_conditions(run) for run in runs]
-    keys = [
-        key for key in dict.fromkeys(key for each in conditions for key in each) if len({repr(each.get(key)) for each in conditions}) > 1
-    ]
-    labels = list[str]()
-    for run, each in zip(runs, conditions, strict=True):
-        values = [f"{key.rpartition('.')[2]} = {each.get(key, 'none')}" for key in keys[:MOST_NAMED]]
-        folder = [str(run.path)] if run.path is not None and len(keys) > MOST_NAMED else []
-        labels.append(", ".join([run.summary.executor, *(folder or values)]))
-    return labels
 
 
 def _print_fidelity(fidelity: Figures) -> None:

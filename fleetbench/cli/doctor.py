@@ -11,14 +11,12 @@ import json
 import os
 import socket
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fleetbench.cli.doctor_network import run_network
 from fleetbench.cli.options import Commands, add_command, add_json, show_command, whole
 from fleetbench.cli.output import emit, emit_table, new_table
 from fleetbench.errors import ConfigError
 
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _GIB = 2**30
 
 
@@ -96,24 +94,12 @@ def look_at_host(findings: Findings) -> None:
         "load": f"{load:.1f} processes over the last minute",
         "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
     }
-    cores = quota(_CPU_MAX)
-    if cores is not None and cores < usable:
-        findings.warnings.append(f"the container may use {cores:g} of {usable} cores: processes will be throttled")
     if load > usable / 2:
         findings.warnings.append(f"the machine is busy (load {load:.1f} on {usable} cores): step times will not repeat")
     if memory.available < 2 * _GIB:
         findings.warnings.append(f"{memory.available / _GIB:.1f} GiB of memory are free: each trainer takes about 0.5 GiB before its model")
     if usable < 2:
         findings.warnings.append("one core: two trainers will take turns instead of running at once")
-
-
-def quota(path: Path) -> float | None:
-    """Return the number of cores that the control group allows; None if there is no limit."""
-    try:
-        limit, period = path.read_text(encoding="ascii").split()
-        return int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def _look_at_torch(findings: Findings) -> None:

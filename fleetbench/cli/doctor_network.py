@@ -50,18 +50,19 @@ def _emit(tested: LinkReport) -> None:
     _emit_times(links)
     if tested.transports is not None:
         _emit_facts(f"NCCL {tested.transports.version or ''}", ("", "used"), _transports(tested.transports))
-    alike: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
-    for name, host in zip(names, links.hosts, strict=True):
-        alike.setdefault(tuple(_hardware(host, links)), []).append(name)
+    alike: dict[tuple[tuple[str, str, str], ...], list[int]] = {}
+    for number, host in enumerate(links.hosts):
+        alike.setdefault(tuple(_hardware(host, links)), []).append(number)
     for rows, (first, *more) in alike.items():
-        _emit_facts(f"hardware of {first}{f' and {len(more)} more like it' if more else ''}", ("link", "should carry", "state"), rows)
-    between = [
-        (" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), "4 MiB, one rank to one") for pair in links.pairs
-    ]
+        title = f"hardware of {names[first]}{f' and {len(more)} more like it' if more else ''}"
+        _emit_facts(title, ("link", "should carry", "state"), rows)
+        if links.hosts[first].topology:
+            emit(links.hosts[first].topology)
+    what = "4 MiB, one rank to one"
+    between = [(" - ".join(names[host] for host in pair.hosts), units.rate(8 * pair.bytes_per_s), what) for pair in links.pairs]
     for each in links.interfaces:
         speed = 8 * each.times[-1].busbw_bytes_per_s if each.times else None
-        used = ", in use" if each.name == links.interface else ""
-        between.append((f"gloo over {each.name}{used}", units.rate(speed), each.error or "all-reduce of all ranks"))
+        between.append((f"gloo over {each.name}{_used(each.name, links)}", units.rate(speed), each.error or "all-reduce of all ranks"))
     if between:
         _emit_facts("between hosts", ("link", "carries", ""), between)
     for number, remark in enumerate(tested.remarks, start=1):
@@ -76,7 +77,7 @@ def _emit_times(links: Links) -> None:
     title = f"all-reduce: {ranks} on {hosts}, {links.backend}{over}"
     table = new_table(title, "size", "time", "algbw", "busbw", "sum")
     for each in links.times:
-        speeds = [units.rate(8 * speed) for speed in (each.algbw_bytes_per_s, each.busbw_bytes_per_s)]
+        speeds = [units.rate(8 * speed) for speed in (each.size_bytes / each.median_s, each.busbw_bytes_per_s)]
         kib, is_right = each.size_bytes / 2**10, "right" if each.is_correct else "WRONG"
         size = f"{kib:g} KiB" if kib < 2**10 else f"{kib / 2**10:g} MiB"
         table.add_row(size, units.seconds(each.median_s), *speeds, is_right)
@@ -107,15 +108,10 @@ def _transports(found: Transports) -> list[tuple[str, str]]:
 
 
 def _hardware(host: Host, links: Links) -> list[tuple[str, str, str]]:
-    rows = []
-    for each in host.interfaces:
-        used = ", in use" if each.name == links.interface else ""
-        rows.append((each.name, units.rate(each.speed), f"up{used}, MTU {each.mtu or units.NONE}"))
+    rows = [(each.name, units.rate(each.speed), f"up{_used(each.name, links)}, MTU {each.mtu or units.NONE}") for each in host.interfaces]
     rows += [(f"{port.name} {port.link_layer}", units.rate(port.rate), port.state) for port in host.ports]
-    if host.gpus is not None:
-        paths = ", ".join(f"{number} pairs by {path}" for path, number in host.gpus.paths.items())
-        adapters = ", ".join(f"{number} {path} to an adapter" for path, number in host.gpus.adapters.items())
-        speed = host.gpus.nvlink_bytes_per_s
-        state = "; ".join(filter(None, (paths, adapters))) or "one"
-        rows.append(("NVLink", units.rate(None if speed is None else 8 * speed), state))
-    return rows
+    return rows + ([("NVLink", units.rate(host.nvlink), "all links of a GPU")] if host.nvlink else [])
+
+
+def _used(name: str, links: Links) -> str:
+    return ", in use" if name == links.interface else ""

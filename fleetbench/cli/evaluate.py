@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_json, add_overrides, load_with_notes, number, whole
@@ -18,24 +18,11 @@ from fleetbench.digests import atomic_write, reading, refuse_large_table, writin
 from fleetbench.errors import ConfigError, GateFailed
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import pandas as pd
 
 TOLERANCE = 1e-4
-"""Default for the largest difference that passes, as a share. Sums of float32 in another order stay below it,
-half precision does not."""
+"""Default tolerance, as a share: above sums of float32 in another order, below half precision."""
 WORST = 10
-"""Number of samples that a comparison lists."""
-
-
-class Vectors(NamedTuple):
-    """One vector per sample."""
-
-    ids: pd.Index[Any]
-    """Names of the samples, each once."""
-    numbers: npt.NDArray[np.float32]
-    """Vectors, shape ``(samples, length)``."""
 
 
 def register(commands: Commands) -> None:
@@ -68,33 +55,35 @@ def run(arguments: argparse.Namespace) -> int:
     offline = evaluated(arguments) if arguments.model.suffix == ".pt2" else read_vectors(arguments.model)
     if arguments.to is not None:
         write_vectors(arguments.to, offline)
-        say(f"vectors: {arguments.to}, {len(offline.ids):,} of {offline.numbers.shape[1]:,} numbers")
     if online is None:
         return 0
     found = compare(offline, online, arguments.against)
     num_past = int((~(found["largest"] <= arguments.tolerance)).sum())
-    summary = {"samples": len(found), "length": offline.numbers.shape[1], "tolerance": arguments.tolerance, "num_past": num_past}
-    summary |= {"num_equal": int((found["largest"] == 0).sum())}
+    summary: dict[str, Any] = {"samples": len(found), "length": offline.shape[1], "tolerance": arguments.tolerance, "num_past": num_past}
+    summary["num_equal"] = int((found["largest"] == 0).sum())
     summary |= {name: {"max": found[name].max(skipna=False), "mean": found[name].mean(skipna=False)} for name in ("largest", "euclidean")}
     worst = found.sort_values("largest", ascending=False, na_position="first").head(WORST)
     if arguments.json:
         text = json.dumps(summary | {"worst": worst.reset_index().to_dict("records")})
         emit(json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1))
     else:
-        _print(summary, worst)
+        table = new_table("the worst samples: shares of the offline norm", "sample", "largest", "at number", "Euclidean")
+        for sample, row in worst.iterrows():
+            table.add_row(str(sample), f"{row['largest']:.2e}", f"{row['at']:.0f}", f"{row['euclidean']:.2e}")
+        emit_table(table)
+        verdict = f"{num_past:,} past" if num_past else "all within"
+        emit(f"{len(found):,} samples ({summary['num_equal']:,} equal): {verdict} the tolerance of {arguments.tolerance:g}")
     if num_past:
-        hint = (
-            "shares up to 1e-5 are the order of float32 sums, up to 1e-2 half precision; more: another checkpoint, preprocessing or layer"
-        )
+        hint = "up to 1e-5 is the order of float32 sums, up to 1e-2 half precision; more: another checkpoint, preprocessing or layer"
         what = f"{num_past} of {len(found)} samples differ by more than {arguments.tolerance:g}"
         raise GateFailed(what, "evaluate --against", f"worst: {worst.index[0]!r}", hint)
     return 0
 
 
-def evaluated(arguments: argparse.Namespace) -> Vectors:
-    """Return the exported model's outputs for the experiment's samples, in the order of the data.
+def evaluated(arguments: argparse.Namespace) -> pd.DataFrame:
+    """Return the exported model's outputs for the experiment's samples, a row each, in the order of the data.
 
-    The ids are the samples' positions or paths.
+    The index has the samples' positions or paths.
     """
     import numpy as np
     import pandas as pd
@@ -124,85 +113,60 @@ def evaluated(arguments: argparse.Namespace) -> Vectors:
             outputs.append(output.reshape(last - first, -1).float().numpy())
             if advance is not None:
                 advance(last, num)
-    return Vectors(_unique(pd.Index(ids[:num]), "workload.data"), np.concatenate(outputs))
+    return pd.DataFrame(np.concatenate(outputs), pd.Index(ids[:num]))
 
 
-def write_vectors(path: Path, vectors: Vectors) -> None:
+def write_vectors(path: Path, vectors: pd.DataFrame) -> None:
     """Write vectors to a Parquet file, atomically."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numbers.reshape(-1)), vectors.numbers.shape[1])  # NaN stays NaN
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.to_numpy().reshape(-1)), vectors.shape[1])
     with writing(path), atomic_write(path) as partial:
-        parquet.write_table(pa.table({"id": pa.array(vectors.ids, pa.string()), "vector": lists}), partial)
+        parquet.write_table(pa.table({"id": pa.array(vectors.index, pa.string()), "vector": lists}), partial)
+    say(f"vectors: {path}, {len(vectors):,} of {vectors.shape[1]:,} numbers")
 
 
-def read_vectors(path: Path) -> Vectors:
-    """Read a file of vectors.
-
-    Raises ``ConfigError`` for other columns or types, vectors of several lengths, and an id that occurs twice.
-    """
+def read_vectors(path: Path) -> pd.DataFrame:
+    """Read a file of vectors, a row each. Raises ``ConfigError`` for other columns, lengths that differ, or an id that comes twice."""
     import pandas as pd
     import pyarrow as pa
     import pyarrow.compute as pc
     from pyarrow import parquet
 
-    hint = "Parquet with the columns id (text or whole numbers) and vector (lists of float32 of one length), nothing missing"
+    hint = "Parquet with the columns id (text or whole numbers, each once) and vector (lists of float32 of one length)"
     with reading(path, hint, pa.ArrowException):
         refuse_large_table(path, str(path))
         table = parquet.read_table(path)
-    ids, vectors = (table.schema.field(name).type if name in table.schema.names else pa.null() for name in ("id", "vector"))
-    is_named = pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids)
-    if not is_named or getattr(vectors, "value_type", None) != pa.float32():  # no silent casts
-        raise ConfigError("has no such columns", str(path), str(table.schema.remove_metadata()).replace("\n", ", "), hint)
-    lengths, numbers = pc.unique(pc.list_value_length(table["vector"])).to_pylist(), pc.list_flatten(table["vector"])
-    if len(lengths) != 1 or not lengths[0] or table["id"].null_count or numbers.null_count:
-        raise ConfigError("has vectors of several lengths, none, or missing numbers", str(path), f"lengths {lengths[:4]}", hint)
-    index = pd.Index(map(str, table["id"].to_pylist()))
-    return Vectors(_unique(index, str(path)), numbers.to_numpy().reshape(len(table), lengths[0]))
+    held = str(table.schema.remove_metadata()).replace("\n", ", ")
+    if {"id", "vector"} - set(table.schema.names) or getattr(table.schema.field("vector").type, "value_type", None) != pa.float32():
+        raise ConfigError("has no such columns", str(path), held, hint)
+    lengths, ids = pc.unique(pc.list_value_length(table["vector"])).to_pylist(), pd.Index(map(str, table["id"].to_pylist()))
+    if len(lengths) != 1 or not lengths[0] or not ids.is_unique:
+        what = "has vectors of several lengths, none, or a sample that comes twice"
+        raise ConfigError(what, str(path), f"lengths {lengths[:4]}, {len(ids) - ids.nunique()} ids again", hint)
+    return pd.DataFrame(pc.list_flatten(table["vector"]).to_numpy().reshape(len(table), lengths[0]), ids)
 
 
-def compare(offline: Vectors, online: Vectors, source: Path) -> pd.DataFrame:
+def compare(offline: pd.DataFrame, online: pd.DataFrame, source: Path) -> pd.DataFrame:
     """Return a table of the differences between both vectors, with one row per sample.
 
     ``largest`` and ``euclidean`` are norms of the difference as shares of the offline vector's norm; ``at`` is
     the index of the largest difference. A share is NaN if a number is not finite, and infinite if only the
-    offline vector is zero. Raises ``ConfigError`` for samples that only one
-    side has, and for vectors of different lengths.
+    offline vector is zero. Raises ``ConfigError`` for different samples or lengths.
     """
     import numpy as np
     import pandas as pd
 
-    lacks, unknown = offline.ids.difference(online.ids), online.ids.difference(offline.ids)
-    if len(lacks) or len(unknown):
-        what = f"{len(lacks)} of {len(offline.ids)} samples have no vector, and {len(unknown)} were not evaluated"
-        hint = "ask the service for every sample, or evaluate only the first N by --samples N"
-        raise ConfigError(what, str(source), ", ".join(map(repr, [*lacks[:3], *unknown[:3]])), hint)
-    if offline.numbers.shape[1] != online.numbers.shape[1]:
-        hint = f"both of one layer of one model: the offline vectors have {offline.numbers.shape[1]}"
-        raise ConfigError("has vectors of another length", str(source), f"{online.numbers.shape[1]} numbers", hint)
-    own, other = (each.astype(np.float64) for each in (offline.numbers, online.numbers[online.ids.get_indexer(offline.ids)]))
+    lacks, unknown = offline.index.difference(online.index), online.index.difference(offline.index)
+    if len(lacks) or len(unknown) or offline.shape[1] != online.shape[1]:
+        what = f"{len(lacks)} of {len(offline)} samples have no vector, and {len(unknown)} were not evaluated"
+        value = f"vectors of {online.shape[1]} numbers, and {offline.shape[1]} evaluated; samples {', '.join([*lacks[:3], *unknown[:3]])}"
+        raise ConfigError(what, str(source), value, "ask the service for every sample, or evaluate only the first N by --samples N")
+    own, other = (each.to_numpy(np.float64) for each in (offline, online.loc[offline.index]))
     with np.errstate(divide="ignore", invalid="ignore"):
         apart = own - other
         norms = {"largest": np.inf, "euclidean": 2}
         sizes = {name: [np.linalg.norm(each, order, axis=1) for each in (apart, own)] for name, order in norms.items()}
         shares = {name: np.where(apart_size == 0, 0.0, apart_size / size) for name, (apart_size, size) in sizes.items()}
-    return pd.DataFrame({**shares, "at": np.abs(apart).argmax(axis=1)}, index=offline.ids.rename("id"))
-
-
-def _unique(ids: pd.Index[Any], where: str) -> pd.Index[Any]:
-    if not ids.is_unique:
-        raise ConfigError("a sample comes twice", where, repr(ids[ids.duplicated()][0]), "one vector for every id")
-    return ids
-
-
-def _print(summary: dict[str, Any], worst: pd.DataFrame) -> None:
-    for name, words in (("largest", "largest difference"), ("euclidean", "Euclidean difference")):
-        emit(f"{words}, as a share of the offline vector's: worst {summary[name]['max']:.2e}, mean {summary[name]['mean']:.2e}")
-    if summary["num_equal"] < summary["samples"]:
-        table = new_table("the worst samples", "sample", "largest", "at number", "Euclidean")
-        for sample, row in worst.iterrows():
-            table.add_row(str(sample), f"{row['largest']:.2e}", f"{row['at']:.0f}", f"{row['euclidean']:.2e}")
-        emit_table(table)
-    verdict = f"{summary['num_past']:,} past" if summary["num_past"] else "all within"
-    emit(f"{summary['samples']:,} samples ({summary['num_equal']:,} equal): {verdict} the tolerance of {summary['tolerance']:g}")
+    return pd.DataFrame({**shares, "at": np.abs(apart).argmax(axis=1)}, index=offline.index.rename("id"))

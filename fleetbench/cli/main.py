@@ -3,27 +3,24 @@
 import argparse
 import contextlib
 import errno
-import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from fleetbench import __version__
 from fleetbench.cli import calibrate, compare, doctor, estimate, evaluate, launch, profile, real, report, sim, testbed, tune, why
-from fleetbench.cli.output import flush, hold_standard_files, say
+from fleetbench.cli.output import flush, say
 from fleetbench.cli.your_script import split_command
 from fleetbench.errors import ConfigError, EnvironmentLacks, FleetbenchError, Interrupted
 from fleetbench.name_clashes import refuse_strangers
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG)
-_OF_THE_MACHINE = (*_FULL, errno.EACCES, errno.EPERM)
+_OF_THE_MACHINE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.EACCES,
+    errno.EPERM,
+)  # fmt: skip
 """Error numbers that the system may return to any program that writes files."""
-
-_OF_THE_SCRIPT = ("script", "arguments", "command_line")
-"""Names of the parsed arguments that are passed on to the user's script unchanged."""
 
 COMMANDS = (why, sim, real, tune, profile, report, compare, launch, evaluate, testbed, doctor, calibrate, estimate)
 
@@ -62,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Any exception other than ``FleetbenchError`` is our bug and keeps its traceback.
     """
     try:
-        hold_standard_files()
         own, command = split_command(sys.argv[1:] if argv is None else argv)
         arguments = build_parser().parse_args(own)
         arguments.command_line = command
@@ -72,56 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FleetbenchError as refused:
         return _failed(refused)
     try:
-        _refuse_what_no_file_holds(arguments)
         refuse_strangers()
         with _signals_interrupt():
             code: int = arguments.run(arguments)
     except KeyboardInterrupt:
-        with contextlib.suppress(OSError):  # the reader, or the terminal, has gone
-            say(f"interrupted: {arguments.interrupted}")
+        say(f"interrupted: {arguments.interrupted}")
         return Interrupted.exit_code
     except FleetbenchError as error:
         return _failed(error)
     except MemoryError as error:
-        said = f": {error}" if str(error) else ""
-        return _failed(EnvironmentLacks(f"too little memory{said}", "this machine", hint="fewer trainers, steps or layers need less"))
+        return _failed(
+            EnvironmentLacks(f"too little memory: {error}".rstrip(": "), "this machine", hint="fewer trainers, steps or layers need less")
+        )
     except OSError as error:
-        return _failed(_of_the_machine(error))
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        hint = "make room there, see its permissions, or name another folder: --out DIR, or TMPDIR for what is temporary"
+        return _failed(EnvironmentLacks(str(error.strerror), str(error.filename or "this machine"), hint=hint))
     return code
-
-
-def _refuse_what_no_file_holds(arguments: argparse.Namespace) -> None:
-    """Raise ``EnvironmentLacks`` or ``ConfigError`` for conditions under which no file can be written.
-
-    These are a removed working directory, a umask that denies the user's own access, and arguments that are
-    not UTF-8.
-    """
-    try:
-        os.getcwd()  # noqa: PTH109  # Path.cwd would do the same; only the error matters
-    except FileNotFoundError:
-        hint = "cd to an existing folder"
-        raise EnvironmentLacks("the working directory has been removed", "this machine", hint=hint) from None
-    os.umask(mask := os.umask(0o077))  # the umask can only be read by setting it
-    if mask & 0o700:
-        raise EnvironmentLacks("shuts this user out of the files that it makes", "umask", f"{mask:03o}", "umask 022")
-    for name, value in vars(arguments).items():
-        words = value if isinstance(value, list) else [value]
-        for word in () if name in _OF_THE_SCRIPT else words:
-            if isinstance(word, str | Path) and str(word) != str(word).encode(errors="replace").decode():
-                hint = "use ASCII, or a locale of UTF-8: LC_ALL=C.UTF-8 fleetbench ..."
-                raise ConfigError("is no text in UTF-8", f"fleetbench {arguments.command}", ascii(str(word)), hint)
-
-
-def _of_the_machine(error: OSError) -> FleetbenchError:
-    """Return the error to report when the system refuses a file; raise any other error, which is our bug."""
-    if str(error.strerror).startswith("No usable temporary directory"):  # tempfile's own words
-        return EnvironmentLacks("no folder for temporary files can be written", "TMPDIR", hint="name one: TMPDIR=/some/folder")
-    if error.errno not in _OF_THE_MACHINE or (error.errno not in _FULL and error.filename is None):
-        raise error
-    kind = ConfigError if error.errno == errno.ENAMETOOLONG else EnvironmentLacks
-    remedy = "make room there" if error.errno in _FULL else "see its permissions and `umask`"
-    hint = f"{remedy}, or name another folder: --out DIR, or TMPDIR for what is temporary"
-    return kind(str(error.strerror), str(error.filename or "this machine"), hint=hint)
 
 
 def _failed(error: FleetbenchError) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import math
 import tempfile
@@ -116,8 +115,7 @@ def load_experiment(arguments: argparse.Namespace) -> Experiment:
 def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> tuple[Experiment, list[str]]:
     """Load the experiment with ``more`` overrides after those of the command line, and return notes about it.
 
-    ``more`` is a point of a sweep, which leaves ``cluster.churn`` out. If it has fewer nodes, settings of the missing
-    nodes are dropped, with a note.
+    ``more`` is a point of a sweep, which leaves ``cluster.churn`` out.
     """
     from fleetbench.experiment import Experiment
     from fleetbench.fleet_names import FieldHasNoEffect
@@ -127,10 +125,6 @@ def load_with_notes(arguments: argparse.Namespace, more: Sequence[str] = ()) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FieldHasNoEffect)
         data = Experiment.read(arguments.experiment, [*arguments.overrides, *seed, *more], arguments.strategy)
-        nodes = Experiment.read(arguments.experiment, [*arguments.overrides, *seed]).get("cluster", {}).get("nodes", 1) if more else 1
-        for override in more:
-            with contextlib.suppress(TypeError, KeyError, AttributeError):  # of wrong data, which decoding refuses
-                _leave_out_nodes(data, override, nodes)
         has_churn = False
         if more and isinstance(cluster := data.get("cluster"), dict):  # before it is checked against the point's nodes
             has_churn = cluster.pop("churn", None) is not None
@@ -147,20 +141,6 @@ def _is_undisturbed(options: dict[str, Any]) -> bool:
     return bool(several) or options.get("simulate_only") is False
 
 
-def _leave_out_nodes(data: dict[str, Any], override: str, nodes: int) -> None:
-    """Drop the overrides of nodes that do not exist after the override ``cluster.nodes=N``, with a note.
-
-    ``data`` is undecoded; ``nodes`` is the number of nodes in the file.
-    """
-    key, _, value = override.partition("=")
-    for entry in data["cluster"].get("node_overrides", ()) if key == "cluster.nodes" and value.isdecimal() else ():
-        missing = set(entry["nodes"]) & set(range(int(value), nodes))
-        if missing:
-            entry["nodes"] = [node for node in entry["nodes"] if node not in missing]
-            data["cluster"]["node_overrides"] = [each for each in data["cluster"]["node_overrides"] if each["nodes"]]
-            say(f"note: at {override} cluster.node_overrides of node {', '.join(map(str, sorted(missing)))} is left out")
-
-
 def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) -> Experiment:
     """Return the experiment with known layer times, from a stored profile or one taken now.
 
@@ -173,7 +153,7 @@ def with_profile(experiment: Experiment, root: Path, *, simulates: bool = True) 
     from fleetbench.profile import profile_of
     from real.profile.measuring import ensure_profile
 
-    with progress.steps("profile", lines=True) as advance:
+    with progress.steps("profile") as advance:
         experiment = ensure_profile(experiment, root, progress=advance, told=_warn)
     profile = profile_of(experiment)
     if profile is not None and profile.busy:

@@ -12,10 +12,11 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fleetbench.errors import EnvironmentLacks, printable
+from fleetbench.errors import printable
+from fleetbench.units import NONE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,6 +64,15 @@ def new_table(title: str, *columns: str, left: Collection[str] = (), show_header
     return table
 
 
+def table_of(title: str, rows: Sequence[Mapping[str, str | None]], left: Collection[str] = ()) -> Table:
+    """Return a table of rows by column. A column without any value is left out."""
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    table = new_table(title, *names, left=left)
+    for row in rows:
+        table.add_row(*(row[name] or NONE for name in names))
+    return table
+
+
 def echo(data: bytes) -> None:
     """Write a worker's output to stdout unchanged."""
     with _to_stdout():
@@ -81,24 +91,6 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)  # noqa: T201  # this is the one place that prints messages
 
 
-def hold_standard_files() -> None:
-    """Open the null device in place of closed standard files, so that no other file gets their numbers.
-
-    Characters that stdout's encoding lacks are printed as question marks. Raises ``EnvironmentLacks`` if
-    stdout was closed.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)  # positional only
-    os.close(number)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    if sys.stdout is None:
-        raise EnvironmentLacks("is closed, and results go there", "stdout", hint="send it to a file, or to /dev/null")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
-        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "replace")
-
-
 def _print(text: str) -> None:
     with _to_stdout():
         print(text, flush=True)  # noqa: T201  # this is the one place that prints results
@@ -106,14 +98,14 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def _to_stdout() -> Iterator[None]:
-    """Raise ``EnvironmentLacks`` if stdout cannot take more, such as a file on a full disk."""
+    """End the printing if the reader has left, or if stdout cannot take more, such as a file on a full disk."""
     try:
         yield
     except BrokenPipeError:
         _reader_left()
-    except OSError as error:
+    except OSError:
         _reader_left()
-        raise EnvironmentLacks(f"cannot be written: {error.strerror}", "stdout", hint="what was stored is in the run's folder") from None
+        raise
 
 
 def _reader_left() -> None:

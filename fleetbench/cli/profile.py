@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"note: {_NO_SERVERS}")
     from real.profile.measuring import measure_profile
 
-    with progress.steps("profile", lines=True) as advance:
+    with progress.steps("profile") as advance:
         taken = measure_profile(experiment, seconds=arguments.seconds, stragglers=True, progress=advance)
     return show(taken, arguments)
 
@@ -78,9 +78,9 @@ def _profile_script(arguments: argparse.Namespace, command: tuple[str, ...], bas
     from real.job.script_session import ScriptSession
     from real.profile.measuring import profile_script
 
+    your_script.note_files(arguments)
     with (
-        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out),
-        progress.steps("profile", lines=True) as advance,
+        progress.steps("profile") as advance,
         ScriptSession(command, base, workdir=arguments.workdir) as session,
     ):
         taken = profile_script(session, seconds=arguments.seconds, stragglers=True, progress=advance)
@@ -97,23 +97,16 @@ def show(taken: Taken, arguments: argparse.Namespace, said: str = "") -> int:
     from fleetbench.utilisation import utilisation
 
     folder = save_profile(taken.experiment, taken.profile, taken.runs, arguments.out)
-    buffers = own_table(taken.experiment, taken.profile).buffers_nbytes
     simulated = folder / taken.profile.experiment_file
-    broadcast_s, table, memory = _broadcast_s(simulated, buffers), own_table(taken.experiment, taken.profile), taken.profile.memory
+    table, memory = own_table(taken.experiment, taken.profile), taken.profile.memory
     step_s = (table.forward_ns + table.backward_ns + own_update(taken.experiment, table)) / 1e9
     one = utilisation(Experiment.load(simulated), step_s, None if memory is None else memory.peak)
     if arguments.json:
-        more = {"ddp_buffers_broadcast_s": broadcast_s, "per_trainer": dataclasses.asdict(one), "folder": str(folder)}
+        more = {"per_trainer": dataclasses.asdict(one), "folder": str(folder)}
         emit(json.dumps(encode(taken.profile) | more, indent=1))
         say(f"profile: {folder}")
         return 0
     print_profile(taken.experiment, taken.profile)
-    if buffers:
-        took = "over a link that is not known" if broadcast_s is None else f"in {units.seconds(broadcast_s)}"
-        emit(
-            f"buffers: {units.size(buffers)}. Rank 0 sends them in every step, {took}; batch norm trains without that: "
-            "broadcast_buffers = false"
-        )
     emit(f"{one.line}; without communication")
     if said:
         emit(said)
@@ -184,20 +177,6 @@ def own_table(experiment: Experiment, profile: Profile) -> LayerTable:
     from fleetbench.profile import compute_key
 
     return next((table for table in profile.tables if table.key == compute_key(experiment)), profile.tables[0])
-
-
-def _broadcast_s(experiment: Path, nbytes: int) -> float | None:
-    """Return the seconds of DDP's broadcast of the buffers on the profiled cluster.
-
-    Return None if the links are unknown.
-    """
-    from fleetbench.experiment import Experiment
-    from sim.network.routes import broadcast_ns
-
-    try:
-        return broadcast_ns(Experiment.load(experiment), nbytes) * 1e-9 if nbytes else 0.0
-    except ConfigError:
-        return None
 
 
 def layers_table(table: LayerTable) -> Table:

@@ -1,7 +1,4 @@
-"""Progress on stderr, only from rank 0: bars on a terminal.
-
-Elsewhere nothing is shown, or lines for commands that take minutes.
-"""
+"""Progress on stderr, only from rank 0: bars on a terminal, and a line for each finished stage of a tuning."""
 
 from __future__ import annotations
 
@@ -24,22 +21,20 @@ Stages = Callable[[str, int, int], None]
 
 
 @contextmanager
-def steps(description: str, *, lines: bool = False) -> Iterator[Steps | None]:
+def steps(description: str) -> Iterator[Steps | None]:
     """Show one bar, and yield the callback that advances it; see ``stages``."""
-    with stages(lines=lines) as advance:
+    with stages() as advance:
         yield None if advance is None else lambda done, total: advance(description, done, total)
 
 
 @contextmanager
-def stages(*, lines: bool = False) -> Iterator[Stages | None]:
+def stages() -> Iterator[Stages | None]:
     """Show one bar per stage, in the order in which stages report, and yield the callback that advances them.
 
-    If stderr is no terminal, the callback prints lines with ``lines``, and is None without. Other ranks than 0
-    get None.
+    The callback is None if stderr is no terminal, and on other ranks than 0.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
-    if not (is_first and sys.stderr.isatty()):
-        yield _lines() if lines and is_first else None
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+        yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -92,23 +87,3 @@ def numbered(*names: str) -> Iterator[Stages | None]:
 
 _TITLE = 36
 """Width of a stage's title including its dots, in columns."""
-_OFTEN_S = 2.0
-"""Least time in seconds between two lines of a stage, except its first and last."""
-
-
-def _lines() -> Stages:
-    """Return a callback that prints lines: the progress of a stage, and how long the rest may take."""
-    begun: dict[str, tuple[int, float]] = {}
-    told: dict[str, tuple[int, float]] = {}
-
-    def advance(stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        first, begin_s = begun.setdefault(stage, (done, now))
-        said, at_s = told.get(stage, (-1, 0.0))
-        if done == said or (first < done < total and now - at_s < _OFTEN_S):
-            return
-        told[stage] = done, now
-        left = f", the rest in about {(now - begin_s) / (done - first) * (total - done):.0f} s" if first < done < total else ""
-        say(f"{stage}: {done} of {total}{left}")
-
-    return advance

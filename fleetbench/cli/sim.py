@@ -25,7 +25,7 @@ from fleetbench.cli.options import (
     load_with_notes,
     with_profile,
 )
-from fleetbench.cli.output import emit, emit_table, new_table, say
+from fleetbench.cli.output import emit, emit_table, new_table, say, table_of
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import counted
 
@@ -39,9 +39,19 @@ if TYPE_CHECKING:
     from sim.many.seeds import OverSeeds
     from sim.many.sweep import Sweep
 
-_COLUMNS = (("trainers", "trainers"), ("samples_per_s", "samples/s"), ("step_s", "step"), ("wait_s", "wait"), ("exposed_comm_s", "exposed"))
-_PER_TRAINER = (("tokens_per_s", "tokens/s/GPU", "{:,.0f}".format), ("mfu", "MFU", units.percent), ("memory_bytes", "memory", units.size))
-"""Columns of a sweep's table about one trainer: key, heading, and formatter of the values."""
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("trainers", "trainers", "{:,.0f}".format),
+    ("samples_per_s", "samples/s", "{:,.0f}".format),
+    ("step_s", "step", units.seconds),
+    ("wait_s", "wait", units.seconds),
+    ("exposed_comm_s", "exposed", units.seconds),
+    ("tokens_per_s", "tokens/s/GPU", "{:,.0f}".format),
+    ("mfu", "MFU", units.percent),
+    ("memory_bytes", "memory", units.size),
+    ("final_loss", "final loss", "{:.4g}".format),
+    ("time_to_target_s", "to target", units.seconds),
+)
+"""Columns of a sweep's table: key, heading, and formatter of the values."""
 
 
 def register(commands: Commands) -> None:
@@ -174,7 +184,6 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit(json.dumps({"name": experiment.name, "cases": [case.to_dict() for case in cases]}, indent=1))
         return 0
-    from fleetbench.cli.tables import emit_node_bandwidth
     from fleetbench.utilisation import Utilisation
 
     size = f"{experiment.cluster.trainers} trainers, {experiment.workload.steps} steps{experiment.cluster.said_of_stragglers}"
@@ -184,7 +193,6 @@ def _what_if(experiment: Experiment, arguments: argparse.Namespace) -> int:
         table.add_row(case.name, units.seconds(case.summary.wall_s), units.seconds(case.summary.step_s["mean"]), units.ratio(case.gain))
     emit_table(table)
     emit(Utilisation(**(cases[0].summary.per_trainer or {})).line)
-    emit_node_bandwidth(experiment.cluster)
     return 0
 
 
@@ -250,17 +258,8 @@ def _seeds_table(found: OverSeeds) -> Table:
 
 
 def _sweep_table(found: Sweep, heading: str) -> Table:
-    losses = ("final loss", "to target") if "final_loss" in found.table and found.table["final_loss"].notna().any() else ()
-    each = [(name, title, spell) for name, title, spell in _PER_TRAINER if found.table[name].notna().any()]
-    titles = (*(axis.key for axis in found.axes), *(title for _, title in _COLUMNS), *(title for _, title, _ in each), *losses)
-    table = new_table(f"{found.name}: {len(found.table)} points{heading}", *titles)
+    rows = list[dict[str, str | None]]()
     for row in found.table.astype(object).where(found.table.notna(), None).to_dict(orient="records"):
-        cells: list[Any] = [units.number(row[axis.key]) for axis in found.axes]
-        cells += [f"{row['trainers']:,}", f"{row['samples_per_s']:,.0f}"]
-        cells += [units.seconds(row[name]) for name, _ in _COLUMNS[2:]]
-        cells += [units.NONE if row[name] is None else spell(row[name]) for name, _, spell in each]
-        if losses:
-            loss, to_target_s = row["final_loss"], row["time_to_target_s"]
-            cells += [units.NONE if loss is None else f"{loss:.4g}", units.seconds(to_target_s)]
-        table.add_row(*cells)
-    return table
+        rows.append({axis.key: units.number(row[axis.key]) for axis in found.axes})
+        rows[-1] |= {title: None if row.get(name) is None else spell(row[name]) for name, title, spell in _COLUMNS}
+    return table_of(f"{found.name}: {len(found.table)} points{heading}", rows)

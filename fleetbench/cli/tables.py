@@ -49,7 +49,6 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
     said = (target_of(experiment) if has_losses else "") + experiment.cluster.said_of_stragglers
     emit_table(runs_table(runs, said))
     emit(f"strategy: {units.changes(experiment.strategy.changes())}")
-    emit_node_bandwidth(experiment.cluster)
     target = experiment.workload.target_loss
     for label, summary in runs.items():
         if summary.per_trainer is not None:
@@ -65,16 +64,6 @@ def print_runs(runs: Mapping[str, Summary], experiment: Experiment) -> None:
             emit(f"target not reached ({label}): loss {summary.final_loss:.4g}, target {target:g}{needs}")
         for entry in summary.skipped:
             emit(f"SKIPPED ({label}) {entry['what']}: {entry['why']}")
-
-
-def emit_node_bandwidth(cluster: Cluster) -> None:
-    """Print the bandwidth of a whole node and of each trainer, if these differ from the declared one."""
-    total, each = cluster.node_bandwidth, cluster.trainers_per_node
-    if total is None or cluster.inter is None or not cluster.is_even or cluster.nodes == 1 or each == cluster.nics_per_node == 1:
-        return
-    declared, whole, share = map(units.rate, (cluster.inter.bandwidth, total, total / each))
-    nics = counted(cluster.nics_per_node, "network interface")
-    emit(f"between nodes: {whole} a node, {share} for each of its {counted(each, 'trainer')} (declared: {nics} of {declared} a node)")
 
 
 def _lateness(found: Mapping[str, float]) -> str:

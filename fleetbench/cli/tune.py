@@ -24,7 +24,7 @@ from fleetbench.cli.options import (
     load_experiment,
     load_with_notes,
 )
-from fleetbench.cli.output import columns, emit, emit_table, new_table, say
+from fleetbench.cli.output import columns, emit, emit_table, new_table, say, table_of
 from fleetbench.errors import ConfigError
 from fleetbench.quantities import hours_or_days
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tuner.recommendation import Recommendation
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.churn import UnderChurn
-    from tuner.simulated.sizes import Sizes
+    from tuner.simulated.sizes import Size, Sizes
 
 
 _STAGES = ("profile", "search", "run", "verify")
@@ -54,7 +54,7 @@ def register(commands: Commands) -> None:
     parser.add_argument("--sweep", metavar="KEY=V1,V2,...", action="append", help=sweep)
     text = "continue from this earlier tuning's folder: report what has changed since, and measure only what that affects"
     parser.add_argument("--from", dest="earlier", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("-v", "--verbose", action="store_true", help="print the strategies that ran, and all notes; the report has both")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print why others were not chosen, and all notes, as in the report")
     add_on(parser, "the simulations of a search")
     add_command_line(parser)
     parser.epilog = your_script.EPILOG
@@ -88,8 +88,8 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
         arguments.interrupted = "the script was stopped; the same command continues after the last complete leg"
 
     say(your_script.budget(base.tune))
-    told = your_script.telling((arguments.workdir or Path()).resolve(), arguments.out)
-    with told, progress.numbered(*_STAGES) as advance:
+    your_script.note_files(arguments)
+    with progress.numbered(*_STAGES) as advance:
         script, known = Script(tuple(command), arguments.workdir), {"out": arguments.out, "earlier": arguments.earlier, "on": arguments.on}
         recommendation, folder = tune(base, script=script, **known, progress=advance, begun=begun)
     return show(recommendation, folder, arguments)
@@ -98,7 +98,7 @@ def _tune_script(arguments: argparse.Namespace, command: tuple[str, ...], base: 
 def show(recommendation: Recommendation, folder: Path, arguments: argparse.Namespace) -> int:
     """Write a tuning's report, and print the answer.
 
-    With ``-v``, also print the strategies that ran, and all notes.
+    With ``-v``, also print why others were not chosen, and all notes.
     """
     from fleetbench.report.answer import text_of
     from fleetbench.report.html import save_report
@@ -113,37 +113,11 @@ def show(recommendation: Recommendation, folder: Path, arguments: argparse.Names
         return 0
     emit(text_of(report.tune.answer, columns()))
     if arguments.verbose:
-        emit("")
-        emit_table(_arms_table(recommendation))
         for name, reason in report.tune.answer.not_chosen:
             emit(textwrap.fill(f"not chosen: {name}: {reason}", columns(), subsequent_indent="  "))
         for heading, notes in itertools.groupby(sorted(report.notes, key=attrgetter("kind")), attrgetter("kind")):
             emit("\n".join([f"\n{heading}", *(textwrap.fill(f"{note}", columns(), **_ITEM) for note in notes)]))
     return 0
-
-
-def _arms_table(recommendation: Recommendation) -> Table:
-    """Return a table of the strategies that ran for real: simulated and measured figures."""
-    has_memory = any(arm.peak_bytes is not None for arm in recommendation.arms)
-    has_void = any(arm.void_runs for arm in recommendation.arms)
-    more = [name for name, shown in (("memory", has_memory), ("void legs", has_void)) if shown]
-    columns = ("arm", "simulated ms", "real ms", "error", *more, "target", "strategy")
-    table = new_table(f"{recommendation.name}: step times, simulated and real", *columns, left=("target", "strategy"))
-    for arm in recommendation.arms:
-        target = "" if arm.target is None else "reached" if arm.target.reached else "not reached"
-        if arm.target is not None and len(arm.target.updates) > 1:
-            target = f"{target} ({arm.target.num_reached} of {len(arm.target.updates)})"
-        table.add_row(
-            "Fleet's advice" if arm.name == "advice" else arm.name,
-            units.milliseconds(arm.simulated_s),
-            units.milliseconds(arm.real_s),
-            "" if arm.error is None else units.percent(arm.error, sign=True),
-            *([units.NONE if arm.peak_bytes is None else units.size(arm.peak_bytes)] if has_memory else []),
-            *([str(len(arm.void_runs))] if has_void else []),
-            target,
-            units.changes(arm.strategy.changes()),
-        )
-    return table
 
 
 def _asks_for_simulations(arguments: argparse.Namespace) -> bool:
@@ -278,7 +252,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     axes = [Axis.parse(text) for text in arguments.sweep]
     load_experiment(arguments)  # says its notes
-    with progress.steps("sizes", lines=True) as advance:
+    with progress.steps("sizes") as advance:
         found = tune_sizes(lambda more: load_with_notes(arguments, more)[0], *axes, out=arguments.out, progress=advance, on=arguments.on)
     folder = arguments.out / f"{found.name}-sizes-{new_run_id()}"
     folder.mkdir(parents=True)
@@ -307,27 +281,28 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 
 def _sizes_table(found: Sizes) -> Table:
-    first = found.sizes[0]
-    per_gpu = "samples/s/GPU" if first.tokens_per_s is None else "tokens/s/GPU"
-    columns = [found.key, "trainers", "step", "own step", per_gpu, "efficiency"]
-    columns += ["MFU"] if first.per_trainer.mfu is not None else []
-    columns += ["samples to target"] if first.samples else []
-    columns += ["takes"] if first.days is not None else []
-    columns += ["cost"] if first.cost is not None else []
-    table = new_table(f"{found.name}: SIMULATED, {found.compute}", *columns, "memory", "strategy")
     letters = _letters(found)
-    for size in found.sizes:
+
+    def row(size: Size) -> dict[str, str | None]:
         own = size.per_trainer
         rate = own.samples_per_s if own.tokens_per_s is None else own.tokens_per_s
-        cells = [size.value, f"{size.trainers:,}", units.seconds(size.step_s), units.seconds(size.default_s)]
-        cells += [f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", units.percent(size.efficiency)]
-        cells += [units.percent(own.mfu)] if own.mfu is not None else []
-        cells += [f"{size.samples[1]:.3g} [{size.samples[0]:.3g}, {size.samples[2]:.3g}]"] if size.samples else []
-        cells += [hours_or_days(24 * size.days)] if size.days is not None else []
-        cells += [f"{size.cost:,.2f}"] if size.cost is not None else []
         memory = units.size(own.memory_bytes) if own.memory_bytes else "unknown"
-        table.add_row(*cells, memory + (", too much" if size.fits_in_memory is False else ""), letters[size.strategy])
-    return table
+        return {
+            found.key: size.value,
+            "trainers": f"{size.trainers:,}",
+            "step": units.seconds(size.step_s),
+            "own step": units.seconds(size.default_s),
+            "samples/s/GPU" if own.tokens_per_s is None else "tokens/s/GPU": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            "efficiency": units.percent(size.efficiency),
+            "MFU": None if own.mfu is None else units.percent(own.mfu),
+            "samples to target": None if not size.samples else "{1:.3g} [{0:.3g}, {2:.3g}]".format(*size.samples),
+            "takes": None if size.days is None else hours_or_days(24 * size.days),
+            "cost": None if size.cost is None else f"{size.cost:,.2f}",
+            "memory": memory + (", too much" if size.fits_in_memory is False else ""),
+            "strategy": letters[size.strategy],
+        }
+
+    return table_of(f"{found.name}: SIMULATED, {found.compute}", [row(size) for size in found.sizes])
 
 
 def _letters(found: Sizes) -> dict[DistributedStrategy, str]:

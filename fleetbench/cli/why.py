@@ -70,10 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _explain(old: dict[str, Any] | None, arguments: argparse.Namespace, command: tuple[str, ...], base: Experiment) -> int:
     from tuner.why.explaining import explain
 
-    with (
-        your_script.telling((arguments.workdir or Path()).resolve(), arguments.out, often=""),
-        progress.stages() as advance,
-    ):
+    your_script.note_files(arguments, often="")
+    with progress.stages() as advance:
         found = explain(
             command,
             base.run,

@@ -6,9 +6,7 @@ import argparse
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING
 from fleetbench.cli.options import load_experiment
 from fleetbench.cli.output import say
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -28,13 +25,8 @@ REGISTRY_SCRIPT = "real.workloads.train"
 TAKE_A_COMMAND = ("why", "profile", "tune", "doctor")
 _OF_THE_WORKLOAD = ("target_loss", "eval_every", "steps")
 """Workload fields that may be set. The script decides the others, such as model and data."""
-_MOST_ENTRIES = 100_000
-"""Largest number of files in a folder that are examined; a folder with more is probably a data folder."""
 _MODULE = ("-m", "--module")
 """Options after which a command names a module instead of a file."""
-_SHOWN = 10
-_OURS = (".git", "__pycache__", "workerlog.", "serverlog.")
-"""Beginnings of file names that belong to version control, Python or a launcher."""
 _PROTECTION = (
     "let the script neither load nor save a checkpoint where FLEETBENCH_TUNING is in its environment, "
     "or, if it only saves, start it in a folder of its own with --workdir DIR"
@@ -161,34 +153,7 @@ def refuse_what_is_the_scripts(base: Experiment, overrides: Sequence[str] = ()) 
             raise ConfigError("is the script's own", key.strip(), value.strip(), f"change the script; what can be set of it is {allowed}")
 
 
-@contextmanager
-def telling(folder: Path, out: Path, often: str = ", over and over,") -> Iterator[None]:
-    """Print a note that the script writes below ``folder``; after the ``with``, list the files it has written.
-
-    Files below ``out``, the folder of this command's own results, are not listed.
-    """
+def note_files(arguments: argparse.Namespace, often: str = ", over and over,") -> None:
+    """Print a note that the script writes files where it starts."""
+    folder = (arguments.workdir or Path()).resolve()
     say(f"note: the script really runs{often} and writes its files below {folder}: {_PROTECTION}")
-    begin_ns = time.time_ns() - 20_000_000  # the clocks of file systems may lag by one tick
-    try:
-        yield
-    finally:
-        found = sorted(_changed_since(begin_ns, folder, out.resolve()))
-        if found:
-            names = ", ".join(str(path.relative_to(folder)) for path in found[:_SHOWN])
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            say(f"note: {counted(len(found), 'file')} in {folder} {'was' if len(found) == 1 else 'were'} written meanwhile: {names}{more}")
-
-
-def _changed_since(begin_ns: int, folder: Path, out: Path) -> Iterator[Path]:
-    num = 0
-    for at, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(_OURS) and Path(at, name) != out]
-        for name in files:
-            num += 1
-            if num > _MOST_ENTRIES:
-                say(f"note: {folder} holds more files; only the first {_MOST_ENTRIES:,} were looked at for what the script has written")
-                return
-            path = Path(at, name)
-            with suppress(OSError):  # it has gone in the meantime
-                if not name.startswith(_OURS) and path.is_file() and path.stat().st_mtime_ns >= begin_ns:
-                    yield path

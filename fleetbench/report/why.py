@@ -74,10 +74,8 @@ def text_of(found: Explanation, width: int) -> str:
 
 def _step(found: Explanation) -> str:
     took = f"a step takes {milliseconds(found.shares.step_s)} ms"
-    if found.alone_s is None or found.efficiency is None:
-        return took
-    alone = f"alone, one rank's compute takes {milliseconds(found.alone_s)} ms"
-    return f"{took}; {alone}: {100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
+    compute = f"one rank's compute takes {milliseconds(found.shares.compute_s)} ms of it"
+    return f"{took}; {compute}: {100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
 
 
 def rows_of(found: Explanation) -> Iterator[tuple[float, str, tuple[Cause, ...]]]:
@@ -118,13 +116,13 @@ def gain_of(cause: Cause, found: Explanation) -> str:
 
 def conclusion_of(found: Explanation) -> str:
     """Return the last line: the gain of all remedies, or that none is known, or that nothing is wrong."""
-    can = "" if found.efficiency is None else f"{100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
+    can = f"{100 * found.efficiency:.0f} % of what {counted(found.ranks, 'rank')} can do"
     if not any(cause.remedy for cause in found.causes):
-        if found.efficiency is not None and found.efficiency >= _NOTHING:
+        if found.efficiency >= _NOTHING:
             return f"nothing is wrong: {can}"
         first = next((cause for cause in found.causes if cause.simulated_s is not None), None)
         without = "" if first is None else f"; without {first.name} it would take {milliseconds(first.simulated_s)} ms"
-        return f"fleetbench knows no setting that would shorten this step{can and f': {can}'}{without}"
+        return f"fleetbench knows no setting that would shorten this step: {can}{without}"
     both = "" if found.all_s is None else f"all of it: {milliseconds(found.shares.step_s)} -> {milliseconds(found.all_s)} ms. "
     is_many = sum(bool(cause.remedy) for cause in found.causes) > 1
     return f"{both if is_many else ''}fleetbench tune -- COMMAND tries and proves what a setting can change"
@@ -139,7 +137,7 @@ def data_of(found: Explanation) -> dict[str, Any]:
         "device": found.device,
         "steps": found.shares.num_steps,
         "step_s": found.shares.step_s,
-        "alone_s": found.alone_s,
+        "compute_s": found.shares.compute_s,
         "efficiency": found.efficiency,
         "conclusion": conclusion_of(found),
         "parts": [{"what": label, "seconds": took, "causes": [cause.name for cause in causes]} for took, label, causes in rows_of(found)],
@@ -149,7 +147,6 @@ def data_of(found: Explanation) -> dict[str, Any]:
         ],
         "with_all_remedies_s": found.all_s,
         "shares": [asdict(share) for share in found.shares.shares],
-        "foreign_cores": found.foreign_cores,
         "looked_s": found.seconds,
         "notes": list(found.notes),
     }

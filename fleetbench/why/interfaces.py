@@ -1,27 +1,27 @@
 """Network hardware of a host, and the interfaces that its processes use; without torch.
 
-Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband; tcp_info in linux/tcp.h.
+Sources: the kernel's Documentation/ABI/stable/sysfs-class-infiniband; ``nvidia-smi topo --help``.
 """
 
-import collections
 import ipaddress
 import os
 import re
+import shutil
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from fleetbench.config import Config
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.why.gpus import Gpus
 
 SYSFS = Path("/sys")
 LOOPBACK = "lo"
-_TCP_BYTES_ACKED = slice(120, 128)
-"""Bytes of ``tcp_info`` that hold ``tcpi_bytes_acked``, an unsigned integer (linux/tcp.h; Linux 4.1)."""
+_NVIDIA_SMI_S = 20.0
+"""Seconds to wait for nvidia-smi. Without persistence mode it starts the driver first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,10 @@ class Host(Config):
     name: str
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
-    gpus: Gpus | None = None
-    """Connections of the GPUs; None if nvidia-smi or GPUs are missing, or if not requested."""
+    topology: str = ""
+    """Connections of the GPUs as ``nvidia-smi topo -m`` prints them; empty without GPUs, or if not requested."""
+    nvlink: BitsPerSecond | None = None
+    """Speed in one direction over all NVLinks of a GPU, for the GPU with the least; None if unknown."""
 
     @property
     def has_infiniband(self) -> bool:
@@ -126,40 +128,36 @@ def _text(path: Path) -> str:
         return ""
 
 
-def bytes_sent() -> Mapping[str, int]:
-    """Return the acknowledged bytes of this process's established TCP connections, by local address.
+def gloo_interface() -> str:
+    """Return the interface that gloo takes in this process.
 
-    It is empty on a system without Linux's ``tcp_info``, or if sockets have a default timeout.
+    As in torch's ProcessGroupGloo, it is that of GLOO_SOCKET_IFNAME, or else of the first own address to which
+    the host's name resolves, or else the loopback.
     """
-    sent = collections.Counter[str]()
-    if not hasattr(socket, "TCP_INFO"):
-        return sent
-    if socket.getdefaulttimeout() is not None:  # with a default timeout, copying a socket would change the timeout of the original
-        return sent
-    for one in psutil.Process().net_connections(kind="tcp"):
-        if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0:
-            try:
-                with socket.socket(fileno=os.dup(one.fd)) as copy:
-                    told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            except OSError:  # the connection has been closed since
-                continue
-            sent[one.laddr.ip.removeprefix("::ffff:")] += int.from_bytes(told[_TCP_BYTES_ACKED], "little")
-    return sent
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return named.partition(",")[0]
+    own = {entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    try:
+        found = [str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)]
+    except OSError:
+        found = []
+    return next((own[address] for address in found if address in own), LOOPBACK)
 
 
-def interface_of_connections(before: Mapping[str, int] | None = None) -> str | None:
-    """Return the interface that this process's TCP connections use most; None without connections.
-
-    With ``before``, an earlier ``bytes_sent()``, only bytes sent since then count, such as those of a
-    collective.
-    """
-    now = bytes_sent()
-    grown = {address: number - (before or {}).get(address, 0) for address, number in now.items()}
-    if not grown:
-        return None
-    own = max(grown, key=lambda address: grown[address])
-    every = [(name, entry.address) for name, entries in psutil.net_if_addrs().items() for entry in entries]
-    return next((name for name, address in every if address.partition("%")[0] == own), None)
+def with_gpus(host: Host) -> Host:
+    """Return the host with the connections of its GPUs, which nvidia-smi takes a second or more to tell."""
+    texts, program = [], shutil.which("nvidia-smi") or "/usr/bin/nvidia-smi"
+    for words in (("topo", "-m"), ("nvlink", "-s")):
+        try:
+            texts.append(subprocess.check_output([program, *words], text=True, timeout=_NVIDIA_SMI_S))
+        except (OSError, subprocess.SubprocessError):
+            return host
+    parts = re.split(r"^GPU \d+:", texts[1], flags=re.MULTILINE)[1:]
+    sums = [sum(float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", part)) for part in parts]
+    least = min(sums, default=0.0)
+    speed = BitsPerSecond(round(8e9 * least)) if least else None
+    topology = re.sub(r"\x1b\[[0-9;]*m", "", texts[0]).partition("Legend")[0].strip()
+    return replace(host, topology=topology, nvlink=speed)
 
 
 def shared_interfaces(hosts: Sequence[Host]) -> tuple[str, ...]:

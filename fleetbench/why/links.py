@@ -5,7 +5,7 @@ from typing import Literal
 
 from fleetbench.cluster import Link
 from fleetbench.config import Config
-from fleetbench.why.interfaces import LOOPBACK, Host
+from fleetbench.why.interfaces import Host
 
 FASTER = 1.2
 """Ratio of bus bandwidths from which another interface counts as faster, rather than measured at a better
@@ -36,8 +36,6 @@ class AllReduceTime(Config):
     """Median duration in seconds, on the rank where it is longest."""
     num: int
     """Number of repeats, without the warm-up."""
-    algbw_bytes_per_s: float
-    """Algorithm bandwidth: size over duration."""
     busbw_bytes_per_s: float
     """Bus bandwidth among n ranks, as nccl-tests defines it: 2 (n - 1) / n times the algorithm bandwidth."""
     is_correct: bool
@@ -46,14 +44,10 @@ class AllReduceTime(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTime(Config):
-    """Round trips of messages between the first ranks of two neighbouring hosts."""
+    """Round trips of messages of 4 MiB between the first ranks of two neighbouring hosts."""
 
     hosts: tuple[int, ...]
     """Indices of the two hosts in ``Links.hosts``."""
-    size_bytes: int
-    """Bytes of a message."""
-    median_s: float
-    """Seconds in one direction: half of a round trip."""
     bytes_per_s: float
     """Bytes per second in one direction."""
 
@@ -80,8 +74,6 @@ class Links(Config):
     """Number of ranks."""
     hosts: tuple[Host, ...]
     """Hosts in the order of their first ranks."""
-    host_of_rank: tuple[int, ...]
-    """Index in ``hosts`` of each rank of the group."""
     times: tuple[AllReduceTime, ...]
     """Times of all-reduces, the smallest size first."""
     fit: Link | None = None
@@ -102,17 +94,8 @@ class Links(Config):
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Names of the hosts, with an address if several share a name."""
-        names = [host.name for host in self.hosts]
-        whole = [f"{host.name} ({self._address(host)})" for host in self.hosts]
-        pairs = zip(names, whole, strict=True)
-        return tuple(name if names.count(name) == 1 else longer for name, longer in pairs)
-
-    def _address(self, host: Host) -> str:
-        """Return the host's address on the interface in use, or else on another one."""
-        others = (found for found in host.interfaces if found.name != LOOPBACK)
-        best = host.interface(self.interface) or next(others, None)
-        return "no address" if best is None else best.addresses[0].partition("/")[0]
+        """Names of the hosts."""
+        return tuple(host.name for host in self.hosts)
 
     def faster_interface(self) -> tuple[str, float] | None:
         """Return the fastest other interface, and the ratio of its bus bandwidth to that of the one in use.
@@ -133,7 +116,7 @@ class Links(Config):
 
 def remarks_of_links(links: Links) -> tuple[Remark, ...]:
     """Return remarks on what slows the group's exchange, as far as the measurement shows."""
-    found = [_other_interface(links), _slow_host(links), _ports_down(links), _below_hardware(links)]
+    found = [_other_interface(links), _slow_host(links), _below_hardware(links)]
     wrong = [each.size_bytes for each in links.times if not each.is_correct]
     if wrong:
         remedy = "update torch, or exchange tensors of the CPU: this backend corrupts data here"
@@ -169,21 +152,6 @@ def _slow_host(links: Links) -> Remark | None:
     between = " and ".join(names[host] for host in slow[0].hosts)
     what = f"Between {between} a message has {100 * share:.0f} % of the other pairs' bandwidth."
     return Remark(what=what, remedy="look at the cables and switch ports between the two")
-
-
-def _ports_down(links: Links) -> Remark | None:
-    """Report ports that are active on one host and not on another. Unused ports are down everywhere."""
-    active = {port.name for host in links.hosts for port in host.ports if port.state == "ACTIVE"}
-    down = [
-        f"{port.name} of {name} is {port.state}"
-        for name, host in zip(links.host_names, links.hosts, strict=True)
-        for port in host.ports
-        if port.name in active and port.state != "ACTIVE"
-    ]
-    if not down:
-        return None
-    what = f"Ports are down that other hosts use: {', '.join(down)}."
-    return Remark(what=what, remedy="look at cables and the subnet manager: ibstat")
 
 
 def _below_hardware(links: Links) -> Remark | None:

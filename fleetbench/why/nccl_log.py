@@ -114,9 +114,7 @@ def remarks(found: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark
     adapters = "let NCCL see the adapters: in a container --device=/dev/infiniband and --ulimit memlock=-1, and libibverbs"
     rdma = any(kind.endswith("/GDRDMA") for kind in found.connections)  # if some have it, others lack it by design (NCCL_NET_GDR_READ)
     p2p_off = is_on("NCCL_P2P_DISABLE") or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0")  # NCCL <= 2.22 reports the first as the second
-    shared, inside = found.of("SHM"), found.of("SHM", "P2P/")
-    shm_off, nvls_off = is_on("NCCL_SHM_DISABLE"), variables.get("NCCL_NVLS_ENABLE") == "0"
-    forced = [name for name in ("NCCL_ALGO", "NCCL_PROTO") if name in variables]
+    nvls_off = variables.get("NCCL_NVLS_ENABLE") == "0"
     rows = (
         (
             nodes > 1 and found.network == "Socket" and has_infiniband,
@@ -128,34 +126,25 @@ def remarks(found: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark
             "NCCL copies through host memory between GPUs and network adapters: GPUDirect RDMA is off.",
             unset(
                 "NCCL_NET_GDR_LEVEL",
-                "NCCL_IB_CUDA_SUPPORT",
                 "NCCL_DMABUF_ENABLE",
-                otherwise="modprobe nvidia_peermem; NCCL_NET_GDR_LEVEL=SYS, if GPU and adapter are far apart",
+                otherwise="modprobe nvidia_peermem, or NCCL_NET_GDR_LEVEL=SYS",
             ),
         ),
         (p2p_off, "Peer-to-peer copies between GPUs of a node are switched off.", "unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL"),
         (
-            shared > 0 and not p2p_off,
-            f"{shared} of {inside} connections inside nodes go through host memory (SHM) instead of peer to peer.",
+            found.of("SHM") > 0 and not p2p_off,
+            f"{found.of('SHM')} of {found.of('SHM', 'P2P/')} connections inside nodes go through host memory, not peer to peer.",
             "NCCL_P2P_LEVEL=SYS, and PCIe ACS off in the BIOS; nvidia-smi topo -p2p r says what GPUs can",
         ),
-        (shm_off, "Shared memory between GPUs of a node is switched off.", "unset NCCL_SHM_DISABLE"),
         (
-            nodes == 1 and found.of("NET/") > 0 and not shm_off,
-            "GPUs of one node exchange through the network.",
-            "let the ranks share /dev/shm and the host's name: in containers --ipc=host; unset NCCL_HOSTID",
-        ),
-        (nvls_off, "NVLink SHARP (NVLS), by which NVSwitches sum, is switched off.", "unset NCCL_NVLS_ENABLE"),
-        (
-            found.nvls == "unused" and not nvls_off,
-            "NVLink SHARP (NVLS) is available and not used.",
-            unset("NCCL_ALGO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", otherwise="NCCL_NVLS_ENABLE=1"),
+            found.nvls == "unused" or nvls_off,
+            "NVLink SHARP (NVLS), by which NVSwitches sum, is not used.",
+            unset("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_MAX_NCHANNELS", otherwise="NCCL_NVLS_ENABLE=1"),
         ),
         (
             max(found.channels, default=0) == 1,
             "NCCL uses one channel: one thread block moves all data.",
             unset("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_MAX_NRINGS", otherwise="NCCL_MIN_NCHANNELS=4"),
         ),
-        *((True, f"{name} takes a choice from NCCL, which it makes by size and topology.", f"unset {name}") for name in forced),
     )
     return tuple(Remark(what=what, remedy=remedy) for applies, what, remedy in rows if applies)

@@ -46,14 +46,10 @@ class Model(Config):
     """Cap of a bucket in MiB; None: torch's default, with a first bucket of 1 MiB."""
     find_unused_parameters: bool = False
     """Whether DDP searches for unused parameters."""
-    comm_hook: str = ""
-    """Name of the communication hook; empty if there is none."""
     buffers_nbytes: int = 0
     """Bytes of the buffers that are broadcast before each forward."""
     buffers_change: bool = True
     """Whether a forward changes any buffer."""
-    dtype: str = "float32"
-    """Type of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +58,6 @@ class Loader(Config):
 
     num_workers: int
     """Number of worker processes."""
-    cpu_share: float = 0.0
-    """Share of the time in the DataLoader in which this process's main thread computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +73,6 @@ class RankLog:
     """Name of the rank's host."""
     device: str
     """Type of the rank's device, such as ``cpu``."""
-    backend: str
-    """Backend of the rank's process group."""
     threads: int
     """Number of threads that torch uses for one operation."""
     sets_threads: bool
@@ -107,8 +99,6 @@ class RankLog:
     precision, for example."""
     num_models: int = 1
     """Number of models of DDP or ``fully_shard`` whose forward has run."""
-    scales_loss: bool = False
-    """Whether an enabled GradScaler has stepped. It may skip a step on one rank only."""
     wrapper: Library = ""
     """Library that wrapped the model."""
 
@@ -147,7 +137,7 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readiness(Config):
-    """Readiness of gradients, and compute times, without any exchange: medians over one rank's steps."""
+    """Readiness of gradients: medians over one rank's steps."""
 
     names: tuple[str, ...]
     """Names of the parameters, in order of registration."""
@@ -155,9 +145,5 @@ class Readiness(Config):
     """Bytes of each gradient."""
     ready_ns: tuple[int, ...]
     """Nanoseconds from the start of the step's last backward until each gradient is ready."""
-    forward_ns: int
-    """Nanoseconds of all forwards of a step, and of all its backwards except the last."""
-    backward_ns: int
-    """Nanoseconds of a step's last backward."""
     unused: tuple[str, ...] = ()
     """Names of the parameters that got no gradient in at least one backward."""

@@ -35,6 +35,8 @@ _LEAST_GAPS, _REGULAR = 2, 0.6
 """For work at regular intervals: least number of intervals, and least share of them that are equal."""
 _STEADY = 0.75
 """Least share of the steps, and of all waits, from which a rank counts as slower than the others."""
+_ABOUT = 0.1
+"""Share of the longest wait up to which a rank's own wait shows that it began an exchange about last."""
 _MOST_LATE = 0.02
 """Least share of a step, spent waiting for a rank, for that rank to count as slower than the others."""
 
@@ -48,6 +50,14 @@ class Span(NamedTuple):
     meets: bool
 
 
+class Seldom(NamedTuple):
+    """Steps in which a rank spends more time on a kind of activity than in most steps."""
+
+    usual_ns: float
+    period: int
+    steps: frozenset[int]
+
+
 @dataclass(slots=True)
 class Meeting:
     """A rank's part in an exchange."""
@@ -59,6 +69,10 @@ class Meeting:
     """Nanoseconds of the rank's activities since the previous exchange, by kind."""
     before_ns: int
     """End of the previous exchange in ns; of the first exchange, start of the first step."""
+    bare_ns: int
+    """Nanoseconds at the end of the exchange that no compute hides."""
+    name: str = ""
+    """Name of the exchange; those of one exchange are equal on all ranks."""
 
 
 @dataclass(slots=True)
@@ -81,82 +95,96 @@ def shares_of(logs: Sequence[RankLog]) -> Shares:
     if len(steps) < LEAST_STEPS:
         hint = "let it train 20 steps at least, of which the first five are not counted; a step ends where optimizer.step() returns"
         raise ConfigError("ends before enough of its steps were seen", "the command", f"{len(steps)} steps", hint)
-    seldom = {rank: _seldom(logs[rank], [step[rank] for step in steps]) for rank in range(len(logs))}
+    step_s = math.fsum((log.step_ends_ns[len(steps)] - log.step_ends_ns[0]) * 1e-9 for log in logs) / (len(logs) * len(steps))
+    seldom = [_seldom(log, [step[rank] for step in steps]) for rank, log in enumerate(logs)]
+    return divided(steps, step_s, range(len(logs)), seldom)
+
+
+def divided(
+    steps: Sequence[Sequence[RankStep]], step_s: float, ranks: Sequence[int], seldom: Sequence[Mapping[Kind, Seldom]] = ()
+) -> Shares:
+    """Return the shares of steps whose ranks have met, which take ``step_s`` seconds in the mean.
+
+    ``ranks``: number of each rank. ``seldom``: occasional work of each rank, by kind.
+    """
     sums: Counter[tuple[Kind, int | None, int | None]] = Counter()
     lasts: Counter[int] = Counter()
     for number, step in enumerate(steps):
-        last = min(range(len(step)), key=lambda rank: sum(step[rank].waited.values()))
-        lasts[last] += 1
-        others = [rank for rank in range(len(step)) if rank != last] or [0]
+        waits = [sum(own.waited.values()) for own in step]
+        last = waits.index(min(waits)) if any(waits) else -1
+        lasts[ranks[last]] += last >= 0
+        others = [rank for rank in range(len(step)) if rank != last]
         for rank in others:
             for key, ns in _parts(step[rank], rank, number, seldom):
                 sums[key] += ns / len(others)  # type: ignore[assignment]  # a mean
-    step_s = math.fsum((log.step_ends_ns[len(steps)] - log.step_ends_ns[0]) * 1e-9 for log in logs) / (len(logs) * len(steps))
     to_s = step_s / math.fsum(sums.values())  # steps of ranks that are not the last differ in length by a per cent or two
-    shares = [Share(kind=kind, seconds=ns * to_s, rank=rank, period=period) for (kind, rank, period), ns in sums.items() if ns > 0]
+    shares = [
+        Share(kind=kind, seconds=ns * to_s, rank=None if late is None else ranks[late], period=period)
+        for (kind, late, period), ns in sums.items()
+        if ns > 0
+    ]
     shares.sort(key=lambda share: -share.seconds)
     return Shares(
         step_s=step_s,
         num_steps=len(steps),
-        num_ranks=len(logs),
+        num_ranks=len(ranks),
         shares=tuple(shares),
-        steady_rank=steady_rank_of(shares, lasts, len(steps), step_s),
+        steady_rank=_steady_rank(shares, lasts, len(steps), step_s),
     )
 
 
 def steps_of(logs: Sequence[RankLog]) -> list[list[RankStep]]:
     """Return, for each step, the activities and waits of each rank."""
-    by_rank = [_rank_steps(log) for log in logs]
-    steps = [list(step) for step in zip(*by_rank, strict=False)]
+    steps = [list(step) for step in zip(*map(_rank_steps, logs), strict=False)]
     for step in steps:
-        kinds = {tuple(meeting.kind for meeting in rank.meetings) for rank in step}
-        for rank in step if len(kinds) > 1 else ():
-            for meeting in rank.meetings:  # the ranks' exchanges cannot be matched
-                rank.exposed[meeting.kind] += meeting.end_ns - meeting.start_ns
-        for together in zip(*(rank.meetings for rank in step), strict=False) if len(kinds) == 1 else ():
-            _meet(step, together)
+        meet(step)
     return steps
 
 
-def drawn(logs: Sequence[RankLog]) -> list[tuple[int, str, float, float]]:
-    """Return a step of about median length as rows: rank, activity, start and duration in seconds.
+def meet(step: Sequence[RankStep]) -> None:
+    """Record what each rank of a step waited for in each exchange, and the time of the exchange itself."""
+    if len({tuple((one.kind, one.name) for one in rank.meetings) for rank in step}) > 1:
+        for rank in step:  # the ranks' exchanges cannot be matched
+            for one in rank.meetings:
+                rank.exposed[one.kind] += one.bare_ns
+        return
+    for together in zip(*(rank.meetings for rank in step), strict=True):
+        _meet(step, together)
 
-    The activity ``wait`` lasts until the last rank begins an exchange.
-    """
+
+def drawn(logs: Sequence[RankLog]) -> list[tuple[int, str, float, float]]:
+    """Return a step of about median length as rows: rank, activity, start and duration in seconds."""
     ends = [log.step_ends_ns for log in logs]
     lengths = [later - earlier for earlier, later in pairwise(ends[0])][: min(len(each) for each in ends) - 1]
     number = min(range(len(lengths)), key=lambda step: abs(lengths[step] - median(lengths)))
-    spans = [_within(log, number) for log in logs]
-    begin = min(span.start_ns for own in spans for span in own)
-    met = [[span for span in own if span.meets] for own in spans]
-    is_known = len({tuple(span.kind for span in own) for own in met}) == 1
-    arrived = [max(span.start_ns for span in together) for together in zip(*met, strict=False)] if is_known else []
-    rows = []
-    for rank, own in enumerate(spans):
-        lasts = iter(arrived)
-        for kind, start_ns, end_ns, meets in own:
-            middle = min(max(next(lasts, start_ns), start_ns), end_ns) if meets else start_ns
-            name = "communication" if meets else _DRAWN.get(kind, "other")
-            rows += [(rank, "wait", (start_ns - begin) * 1e-9, (middle - start_ns) * 1e-9)] if middle > start_ns else []
-            rows += [(rank, name, (middle - begin) * 1e-9, (end_ns - middle) * 1e-9)] if end_ns > middle else []
-    return rows
+    first = min(each[number] for each in ends)
+    return [
+        (rank, "communication" if meets else _DRAWN.get(kind, "other"), (start_ns - first) * 1e-9, (end_ns - start_ns) * 1e-9)
+        for rank, log in enumerate(logs)
+        for kind, start_ns, end_ns, meets in spans_of(log)
+        if ends[rank][number] <= start_ns and end_ns <= ends[rank][number + 1]
+    ]
 
 
 _DRAWN = {"forward": "forward", "backward": "backward", "optimizer": "update", "input": "input"}
 
 
-def _within(log: RankLog, number: int) -> list[Span]:
-    begin, end = (log.step_ends_ns[number + at] for at in (0, 1))
-    return [span for span in spans_of(log) if begin <= span.start_ns and span.end_ns <= end]
-
-
 def _meet(step: Sequence[RankStep], together: Sequence[Meeting]) -> None:
-    """Record what each rank of an exchange waited for, and the time of the exchange itself."""
-    last = max(range(len(step)), key=lambda rank: together[rank].start_ns)
-    arrived_ns, why = together[last].start_ns, _excess(together, last)
-    for rank, meeting in enumerate(together):
-        waited_ns = min(arrived_ns, meeting.end_ns) - meeting.start_ns
-        step[rank].exposed[meeting.kind] += meeting.end_ns - meeting.start_ns - waited_ns
+    """Record one exchange.
+
+    If several ranks begin about last, those that have waited before in this step were delayed by another rank:
+    the one that has waited least is the last. A rank that ends before the last begins, such as the root of a
+    broadcast, does not wait.
+    """
+    arrived_ns = max(one.start_ns for one in together)
+    about_ns = _ABOUT * max(arrived_ns - one.start_ns for one in together)
+    late = [rank for rank, one in enumerate(together) if arrived_ns - one.start_ns <= about_ns]
+    last = min(late, key=lambda rank: sum(step[rank].waited.values()))
+    why = _excess(together, last)
+    for rank, one in enumerate(together):
+        waits = rank != last and one.end_ns >= arrived_ns
+        waited_ns = max(0, arrived_ns - max(one.start_ns, one.end_ns - one.bare_ns)) if waits else 0
+        step[rank].exposed[one.kind] += one.bare_ns - waited_ns
         for kind, share in why.items():
             if kind in EXCHANGES:
                 step[rank].exposed[kind] += waited_ns * share
@@ -191,7 +219,8 @@ def _rank_steps(log: RankLog) -> list[RankStep]:
         if number == len(steps):
             break
         if span.meets:
-            steps[number].meetings.append(Meeting(span.kind, span.start_ns, span.end_ns, dict(since), before_ns))
+            took_ns = span.end_ns - span.start_ns
+            steps[number].meetings.append(Meeting(span.kind, span.start_ns, span.end_ns, dict(since), before_ns, took_ns))
             since, before_ns = defaultdict(int), span.end_ns
         else:
             steps[number].own[span.kind] += span.end_ns - span.start_ns
@@ -239,27 +268,19 @@ def _split(log: RankLog) -> Iterator[Event]:
             yield event
 
 
-@dataclass(slots=True)
-class _Seldom:
-    """Steps in which a rank spends more time on a kind of activity than in most steps."""
-
-    usual_ns: float
-    period: int
-    steps: frozenset[int]
-
-
-def _seldom(log: RankLog, steps: Sequence[RankStep]) -> Mapping[Kind, _Seldom]:
+def _seldom(log: RankLog, steps: Sequence[RankStep]) -> Mapping[Kind, Seldom]:
     length_ns = median(end - begin for begin, end in pairwise(log.step_ends_ns))
-    found: dict[Kind, _Seldom] = {}
+    found: dict[Kind, Seldom] = {}
     for kind in _NOW_AND_THEN:
         times = [step.own.get(kind, 0) + step.exposed.get(kind, 0.0) for step in steps]
         usual = median(times)
-        long = _long(times, usual + _OUTLIER * length_ns)
-        if not _is_regular(long) and kind not in ("save", "evaluate"):
-            long = _long(times, usual + _STALL * length_ns)
+        gaps = [later - earlier for earlier, later in pairwise(_long(times, usual + _OUTLIER * length_ns))]
+        is_regular = len(gaps) >= _LEAST_GAPS and sum(gap == median(gaps) for gap in gaps) >= _REGULAR * len(gaps)
+        least = _OUTLIER if is_regular or kind in ("save", "evaluate") else _STALL
+        long = _long(times, usual + least * length_ns)
         if long and len(long) <= _SELDOM * len(steps):
-            gaps = [later - earlier for earlier, later in pairwise(long)]
-            found[kind] = _Seldom(usual, round(median(gaps)) if gaps else len(steps), frozenset(long))
+            period = round(median(later - earlier for earlier, later in pairwise(long))) if len(long) > 1 else len(steps)
+            found[kind] = Seldom(usual, period, frozenset(long))
     return found
 
 
@@ -267,29 +288,28 @@ def _long(times: Sequence[float], limit: float) -> list[int]:
     return [number for number, ns in enumerate(times) if ns > limit]
 
 
-def _is_regular(steps: Sequence[int]) -> bool:
-    """Whether most steps are equally far apart."""
-    gaps = [later - earlier for earlier, later in pairwise(steps)]
-    return len(gaps) >= _LEAST_GAPS and sum(gap == median(gaps) for gap in gaps) >= _REGULAR * len(gaps)
-
-
 def _parts(
-    step: RankStep, rank: int, number: int, seldom: Mapping[int, Mapping[Kind, _Seldom]]
+    step: RankStep, rank: int, number: int, seldom: Sequence[Mapping[Kind, Seldom]]
 ) -> Iterator[tuple[tuple[Kind, int | None, int | None], float]]:
     """Yield the ns of a rank's step by kind, rank that it waits for, and period of occasional work."""
+
+    def rare(who: int, kind: Kind) -> Seldom | None:
+        found = seldom[who].get(kind) if seldom else None
+        return found if found is not None and number in found.steps else None
+
     for times in (step.own, step.exposed):
         for kind, ns in times.items():
-            rare = seldom[rank].get(kind)
-            more = max(0.0, ns - rare.usual_ns) if rare is not None and number in rare.steps else 0.0
+            occasional = rare(rank, kind)
+            more = 0.0 if occasional is None else max(0.0, ns - occasional.usual_ns)
             yield (kind, None, None), ns - more
-            if rare is not None and more:
-                yield (kind, None, rare.period), more
+            if occasional is not None and more:
+                yield (kind, None, occasional.period), more
     for (late, kind), ns in step.waited.items():
-        rare = seldom[late].get(kind)
-        yield (kind, late, rare.period if rare is not None and number in rare.steps else None), ns
+        occasional = rare(late, kind)
+        yield (kind, late, None if occasional is None else occasional.period), ns
 
 
-def steady_rank_of(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
+def _steady_rank(shares: Sequence[Share], lasts: Counter[int], num_steps: int, step_s: float) -> int | None:
     """Return the rank that is slower than the others in most steps, or None.
 
     ``lasts``: number of steps in which each rank waited least.

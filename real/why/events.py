@@ -6,8 +6,6 @@ Torch is unchanged before and after.
 from __future__ import annotations
 
 import functools
-import os
-import re
 import sys
 import threading
 import time
@@ -15,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,13 +34,11 @@ _COLLECTIVES = (
 _SAMPLES_PER_S = 50.0
 _MOST_BACKWARDS = 16
 """Number of latest backwards that are kept. A model's own must be among them at its next forward."""
-_OURS = ("fleetbench", "real", "sim", "tuner")
-_OWN = tuple(f"{folder}{os.sep}" for folder in (*(Path(__file__).parents[2] / name for name in _OURS), Path(torch.__file__).parent))
-"""Path prefixes of this project's and torch's files, which are neither the script's nor an installed library's."""
-_BELOW = (str(Path(threading.__file__).parent), *_OWN, "<")
-"""Path prefixes of ``_OWN``, of Python's library, and of code without a file."""
-_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
-"""Pattern of the files of installed packages. Its group is the package's name."""
+_OURS = [Path(__file__).parents[2] / name for name in ("fleetbench", "real", "sim", "tuner")]
+_BELOW = ("<", *(str(path) for path in (*_OURS, Path(torch.__file__).parent, Path(threading.__file__).parent)))
+"""Beginnings of the paths of files of this project, of torch and of Python's library, and of code without a file."""
+_INSTALLED = "-packages"
+"""Part of the paths of installed packages."""
 clock = time.time_ns
 """Clock of the events, which the Reducer's own times also use."""
 
@@ -55,28 +50,22 @@ class Events:
         self.found: list[list[Any]] = []
         """Fields of each ``Event``, ordered by end."""
         self.samples: list[tuple[int, str]] = []
-        self.scales_loss = False
-        """Whether an enabled GradScaler has stepped."""
         self._loaders: dict[int, list[int]] = {}
         """For each DataLoader iterator by ``id()``: its number of workers, and the nanoseconds that this
-        thread spent and computed in it."""
+        thread spent in it."""
         self._thread = threading.get_ident()
         self._backwards: deque[list[Any]] = deque(maxlen=_MOST_BACKWARDS)
         """Latest backwards, as entries of ``found``."""
         self._is_in_unit = False
         """Whether ``fully_shard`` is gathering or scattering."""
         self._begun: list[int] = []
-        self._loop_lines: set[str] | None = None
-        """Lines of the script that call a library which steps the optimizer; samples there name the library's
-        line."""
 
     @property
     def loader(self) -> Loader | None:
         """DataLoader that took the most time; ``None`` if there was none."""
         if not self._loaders:
             return None
-        num_workers, took_ns, computed_ns = max(self._loaders.values(), key=lambda each: each[1])
-        return Loader(num_workers=num_workers, cpu_share=min(1.0, computed_ns / max(1, took_ns)))
+        return Loader(num_workers=max(self._loaders.values(), key=lambda each: each[1])[0])
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -122,8 +111,6 @@ class Events:
 
     def optimizer_begins(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Record the start of an optimizer's step; return its arguments, with closures wrapped as part of the loop."""
-        if self._loop_lines is None:
-            self._loop_lines = {own for own, library in _lines(sys._getframe()) if library}  # noqa: SLF001  # Python has no public name for it
         self._begun.append(clock())
         noted = [self._around("loop", each) if callable(each) else each for each in arguments[1:]]
         return (*arguments[:1], *noted), {name: self._around("loop", each) if callable(each) else each for name, each in named.items()}
@@ -135,7 +122,6 @@ class Events:
 
     def _places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield torch.autograd, "backward", self._backward
-        yield torch.amp.GradScaler, "step", self._scaled
         yield torch, "save", functools.partial(self._around, "save")
         yield dataloader._BaseDataLoaderIter, "__next__", self._next  # noqa: SLF001  # torch has no public name for it
         yield dataloader.DataLoader, "__iter__", functools.partial(self._around, "input")
@@ -185,13 +171,6 @@ class Events:
 
         return backward
 
-    def _scaled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: torch.amp.GradScaler, *arguments: Any, **named: Any) -> Any:
-            self.scales_loss |= scaler.is_enabled()
-            return function(scaler, *arguments, **named)
-
-        return step
-
     def _search(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def post_forward(model: DistributedDataParallel, output: Any) -> Any:
             finds = model.find_unused_parameters and not model.static_graph and torch.is_grad_enabled()
@@ -211,17 +190,16 @@ class Events:
         return collective
 
     def _next(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        noted = self._around("input", function)
+
         def following(iterator: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return function(iterator)
-            begin, computed = time.perf_counter_ns(), time.thread_time_ns()
+            begin = clock()
             try:
-                with self._noting("input"):
-                    return function(iterator)
+                return noted(iterator)
             finally:
-                of_loader = self._loaders.setdefault(id(iterator), [iterator._num_workers, 0, 0])  # noqa: SLF001  # as above
-                of_loader[1] += time.perf_counter_ns() - begin
-                of_loader[2] += time.thread_time_ns() - computed
+                if threading.get_ident() == self._thread:
+                    of_loader = self._loaders.setdefault(id(iterator), [iterator._num_workers, 0])  # noqa: SLF001  # as above
+                    of_loader[1] += clock() - begin
 
         return following
 
@@ -232,9 +210,13 @@ class Events:
 
         def run() -> None:
             while not over.wait(1 / _SAMPLES_PER_S):
-                own, library = next(_lines(sys._current_frames().get(self._thread)))  # noqa: SLF001  # Python has no public name for it
-                line = library if own in (self._loop_lines or ()) else own
-                if line:
+                frame = sys._current_frames().get(self._thread)  # noqa: SLF001  # Python has no public name for it
+                while frame is not None and (
+                    frame.f_code.co_filename.startswith((*_BELOW, "<")) or "-packages" in frame.f_code.co_filename
+                ):
+                    frame = frame.f_back
+                if frame is not None:
+                    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                     self.samples.append((clock(), line))
 
         thread = threading.Thread(target=run, name="line-samples", daemon=True)
@@ -244,27 +226,3 @@ class Events:
         finally:
             over.set()
             thread.join()
-
-
-def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """Yield the script's own lines, innermost first, each with the library line that it calls, if any."""
-    called: list[tuple[str, FrameType]] = []
-    while frame is not None:
-        file = frame.f_code.co_filename
-        installed = None if file.startswith(_OWN) else _INSTALLED.match(file)
-        if installed is not None:
-            called.append((installed[1], frame))
-        elif not file.startswith(_BELOW):
-            yield _named(frame), _of_library(called)
-            called.clear()
-        frame = frame.f_back
-    yield "", _of_library(called)
-
-
-def _of_library(called: Sequence[tuple[str, FrameType]]) -> str:
-    """Return the innermost line of the package that the script calls directly; empty if it calls none."""
-    return next((f"{_named(inner)} of {package}" for package, inner in called if package == called[-1][0]), "")
-
-
-def _named(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -49,7 +49,6 @@ class FleetModel:
             bucket_nbytes=tuple(bucket.nbytes for bucket in plan.buckets),
             buffers_nbytes=plan.buffers_nbytes,
             buffers_change=buffers_change,
-            dtype=plan.buckets[0].dtype,
         )
 
     def _begins(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

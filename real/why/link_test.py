@@ -10,14 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from fleetbench.config import Config, decode, encode
 from fleetbench.errors import ConfigError, FleetbenchError, WorkerFailed
-from fleetbench.why.gpus import gpus_of_host
-from fleetbench.why.interfaces import this_host
+from fleetbench.why.interfaces import this_host, with_gpus
 from fleetbench.why.links import Links, Remark, remarks_of_links
 from fleetbench.why.nccl_log import Transports, read_nccl_log, remarks
 from real.job.launcher import launch_script
@@ -132,7 +131,7 @@ def main() -> None:
             why = f"the name of {socket.gethostname()} resolves to its loopback, which gloo takes by itself"
             note = f"note: {why}: scripts need {GLOO}={os.environ.get(GLOO)}"
             print(note, file=sys.stderr, flush=True)  # noqa: T201  # a note to the user
-        own = this_host() if role.local_rank else replace(this_host(), gpus=gpus_of_host())
+        own = this_host() if role.local_rank else with_gpus(this_host())
         links = measure_links(host=own)
         said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     world = dist.group.WORLD

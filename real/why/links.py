@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.fitting.lines import Hockney, fit_line
-from fleetbench.why.interfaces import Host, bytes_sent, interface_of_connections, shared_interfaces, this_host
+from fleetbench.why.interfaces import Host, gloo_interface, shared_interfaces, this_host
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime
 
 SIZES = (64 * 2**10, 2**20, 16 * 2**20)
@@ -64,10 +64,8 @@ def measure_links(
     process: Process = group or dist.group.WORLD
     device = device or device_of_group(process)
     is_nccl = device.type == "cuda"
-    before = {} if is_nccl else bytes_sent()
     times = _all_reduces(process, device, sizes, seconds)
-    interface = None if is_nccl else interface_of_connections(before)
-    told = gathered(process, device, [encode(host or this_host()), interface])
+    told = gathered(process, device, [encode(host or this_host()), None if is_nccl else gloo_interface()])
     hosts, host_of_rank = _by_host([decode(each, Host, "hosts") for each, _ in told])
     used = Counter(each for _, each in told).most_common(1)[0][0]
     own_pairs = _neighbours(process, device, host_of_rank) if pairs and len(hosts) > 1 else []
@@ -77,7 +75,6 @@ def measure_links(
         backend="nccl" if is_nccl else "gloo",
         ranks=process.size(),
         hosts=hosts,
-        host_of_rank=host_of_rank,
         times=times,
         fit=Hockney(trainers=process.size(), line=line).link if line.statement is None else None,
         interface=used,
@@ -150,7 +147,6 @@ def _all_reduces(process: Process, device: torch.device, sizes: Sequence[int], s
                 size_bytes=part.numel() * _ELEMENT,
                 median_s=median,
                 num=num,
-                algbw_bytes_per_s=speed,
                 busbw_bytes_per_s=2 * (ranks - 1) / ranks * speed,
                 is_correct=not wrong,
             )
@@ -190,9 +186,7 @@ def _neighbours(process: Process, device: torch.device, host_of_rank: Sequence[i
             _wait_for(device)
             took.append((time.perf_counter() - begin) / 2)
         if is_first:
-            median = statistics.median(took[1:])
-            speed = _PAIR_BYTES / median
-            found.append(PairTime(hosts=hosts, size_bytes=_PAIR_BYTES, median_s=median, bytes_per_s=speed))
+            found.append(PairTime(hosts=hosts, bytes_per_s=_PAIR_BYTES / statistics.median(took[1:])))
     return found
 
 

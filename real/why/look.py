@@ -14,12 +14,11 @@ ANSWER = "answer.json"
 class Look(Config):
     """A number of steps, and what to record about them.
 
-    ``what`` is ``watch`` for everything that the main thread does (``RankLog``), ``alone`` for when gradients
-    are ready without an exchange (``Readiness``; models and optimizers are restored afterwards), or ``times``
-    for how long steps take.
+    ``what`` is ``watch`` for everything that the main thread does (``RankLog``), ``ready`` for when gradients
+    are ready (``Readiness``), or ``times`` for how long steps take.
     """
 
-    what: Literal["watch", "alone", "times"] = "watch"
+    what: Literal["watch", "ready", "times"] = "watch"
     steps: int
     warmup_steps: int = 3
     max_s: float = 10.0

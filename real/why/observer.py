@@ -31,7 +31,6 @@ from real.processes.attached import note_attached
 from real.processes.exits import at_exit
 from real.processes.place import Place
 from real.why.events import Events, clock
-from real.why.kept_state import KeptState
 from real.why.links import device_of_group, gathered, measure_links
 from real.why.look import ANSWER, Look
 from real.why.readiness import ReadinessClock, median_ns
@@ -77,7 +76,6 @@ class Observer:
         note_attached()
         self._wrapper = library_of(model)
         self._events: Events | None = None
-        self._is_alone = False
         self._models: list[nn.Module] = []
         """Models whose forward has run, in the order of their first forward."""
         self._number = 0
@@ -105,9 +103,7 @@ class Observer:
                 what = f"has no step that could be looked at: in {_MOST_FORWARDS} forwards no optimizer of the model has stepped"
                 raise ConfigError(what, "the command", hint="a step ends where step() of an optimizer of torch's returns")
         if self._events is None:
-            # in its forward, DDP decides whether the backward exchanges
-            with model.no_sync() if self._is_alone and isinstance(model, DistributedDataParallel) else nullcontext():
-                yield
+            yield
             return
         if torch.is_grad_enabled() and model is self._model:
             tensor = next((leaf for leaf in pytree.tree_leaves((inputs, named)) if isinstance(leaf, torch.Tensor)), None)
@@ -159,7 +155,7 @@ class Observer:
         step_s = median_ns(later - earlier for earlier, later in pairwise(times)) * 1e-9
         fitting = int(look.max_s / max(step_s, 1e-9))
         steps = self._told(max(min(_LEAST_STEPS, look.steps), min(look.steps, fitting)))[0]
-        part = yield from {"watch": self._watch, "alone": self._alone, "times": self._times}[look.what](steps, look)
+        part = yield from {"watch": self._watch, "ready": self._ready, "times": self._times}[look.what](steps, look)
         if look.links and part["complete"]:
             pairs = self._backend != "nccl"  # NCCL makes a communicator for each pair
             part["links"] = encode(measure_links(self._group, _LINKS_SIZES, _LINKS_S, device=self._device, pairs=pairs))
@@ -191,7 +187,6 @@ class Observer:
             rank=self._rank,
             host=Place.here().host,
             device=self._living.device_type,
-            backend=self._backend,
             threads=torch.get_num_threads(),
             sets_threads=os.environ.get("OMP_NUM_THREADS", "").isdecimal()
             and int(os.environ["OMP_NUM_THREADS"]) != torch.get_num_threads(),
@@ -204,29 +199,19 @@ class Observer:
             model=self._living.described(buffers_change=self._buffers_change),
             loader=events.loader,
             can_change=self._living.can_change,
-            scales_loss=events.scales_loss,
             num_models=len(self._models),
             wrapper=self._wrapper,
         )
         after = before if is_over else (clock(), self._ahead_ns())
         return {"complete": not is_over, "log": asdict(log.aligned(before, after))}
 
-    def _alone(self, steps: int, _look: Look) -> Steps:
-        """Let steps pass without any exchange, and record readiness; then restore this rank's models and optimizers."""
+    def _ready(self, steps: int, _look: Look) -> Steps:
         assert isinstance(self._model, DistributedDataParallel)
-        state = KeptState(self._models)
-        told = self._told([Place.here().kernel, state.nbytes, psutil.virtual_memory().available])
-        if any(sum(nbytes for other, nbytes, _ in told if other == kernel) > free for kernel, _, free in told):
-            return {"complete": True, "alone": None}
-        state.keep()
         ready = ReadinessClock(self._model)
         with ready.on():
-            self._is_alone = True
             is_over = yield from self._passed(steps, ready.step_ends)
-            self._is_alone = False
-        state.restore()
         found = ready.found()
-        return {"complete": not is_over, "alone": None if found is None else encode(found)}
+        return {"complete": not is_over, "ready": None if found is None else encode(found)}
 
     def _passed(self, steps: int, each: Callable[[], object]) -> Generator[None, bool, bool]:
         """Let ``steps`` steps pass, and call ``each`` after each one; return whether the script ended before."""

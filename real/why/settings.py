@@ -82,10 +82,8 @@ class LivingDdp:
             bucket_nbytes=tuple(int(size) for size in sizes.replace(" ", "").split(",") if size.isdecimal()),
             bucket_cap_mb=None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / MIB,
             find_unused_parameters=bool(ddp.find_unused_parameters and not ddp.static_graph),
-            comm_hook=hook_of(ddp),
             buffers_nbytes=sum(buffer.numel() * buffer.element_size() for buffer in ddp.modules_buffers),
             buffers_change=buffers_change,
-            dtype=str(trained[0].dtype).removeprefix("torch."),
         )
 
     def change(self, change: DdpChange) -> None:

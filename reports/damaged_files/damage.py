@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 from optuna.trial import Trial, TrialState
 
-from fleetbench.cli.evaluate import Vectors, read_vectors, write_vectors
+from fleetbench.cli.evaluate import read_vectors, write_vectors
 from fleetbench.cli.main import main
 from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
@@ -149,7 +149,7 @@ def profile_of() -> Profile:
 
 def _vectors(path: Path) -> tuple[tuple[str, ...], bytes]:
     found = read_vectors(path)
-    return tuple(found.ids), found.numbers.tobytes()
+    return tuple(found.index), found.to_numpy().tobytes()
 
 
 def _tunings(folder: Path) -> Iterator[Case]:
@@ -216,7 +216,7 @@ def _foreign(folder: Path) -> Iterator[Case]:
         experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
         yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
     vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
-    own = Vectors(pd.Index([name for name, _ in vectors]), np.array([vector for _, vector in vectors], np.float32))
+    own = pd.DataFrame([vector for _, vector in vectors], [name for name, _ in vectors], dtype=np.float32)
     write_vectors(folder / "v.parquet", own)
     for file in sorted(folder.glob("v.*")):
         yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)

@@ -80,18 +80,3 @@ def test_a_table_of_runs_gives_larger_sizes_without_an_experiment(command: Calla
     assert {row["from"] for row in found["parameters"] if row["name"] != "noise"} == {"prior"}
     shown = command(*arguments, "--out", tmp_path, "--set", "tune.price_per_trainer_hour=2", "--global-batch", "512").out
     assert all(words in shown for words in ("8 x 8", "cost", "yes (", "bytes of the gradients", "spread from run to run"))
-
-
-def test_what_does_not_go_with_sizes_exits_2(command: Callable[..., Any], tmp_path: Path) -> None:
-    """Options of sizes beside --fit, numbers that are none, FLOPs of an unknown GPU, an epoch without its samples."""
-    (tmp_path / "runs.csv").write_text(RUNS, encoding="utf-8")
-    (tmp_path / "epochs.csv").write_text("gpus,gpus_per_node,local_batch,epoch_s\n8,8,32,10\n", encoding="utf-8")
-    for table, options in (
-        ("runs.csv", ("--fit", "compute", "--parameters", "5")),
-        ("runs.csv", ("--gpus", "8,x")),
-        ("runs.csv", ("--gpus", "8", "--flops", "1e9")),
-        ("epochs.csv", ("--gpus", "8")),
-    ):
-        ended = command("calibrate", tmp_path / table, *options, "--out", tmp_path)
-        assert ended.code == 2
-        assert "HINT" in ended.err

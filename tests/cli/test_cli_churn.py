@@ -48,14 +48,6 @@ def test_several_runs_say_that_they_leave_churn_out(command: Callable, experimen
     assert "under cluster.churn" not in ended.out
 
 
-def test_a_sweep_reaches_fewer_nodes_than_churn_needs(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """Zones and the least number of nodes are those of the file's own number."""
-    churn = CHURN.replace(" }", ", zones = 2, least_nodes = 2 }")
-    ended = command("sim", experiment(), *TWO, "--set", churn, "--sweep", "cluster.nodes=1,2", "--out", tmp_path / "runs")
-    assert ended.code == 0, ended.err
-    assert ended.err.count("cluster.churn is left out here") == 1
-
-
 def test_churn_that_cannot_be_simulated_is_refused_before_the_run(command: Callable, experiment: Files, tmp_path: Path) -> None:
     """One node alone makes no two workers; no run was simulated, and none is lost."""
     local = ("--set", "strategy.localsgd=true", "--set", "strategy.localsgd_configs={ k_steps = 4, worker_trainers = 2 }")
@@ -65,12 +57,3 @@ def test_churn_that_cannot_be_simulated_is_refused_before_the_run(command: Calla
     assert "of 4 nodes" in ended.err
     assert "HINT" in ended.err
     assert not list(tmp_path.glob("runs/*"))
-
-
-@pytest.mark.slow
-def test_a_real_run_says_that_it_preempts_no_node(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """It runs, and the summary names what it left out."""
-    ended = command("real", experiment(), "--set", CHURN, "--set", "run.device=emulated", "--json", "--out", tmp_path / "runs")
-    assert ended.code == 0, ended.err
-    skipped = {entry["what"]: entry["why"] for entry in json.loads(ended.out)["skipped"]}
-    assert "a real run preempts no node" in skipped["cluster.churn"]

@@ -97,12 +97,3 @@ def test_what_cannot_be_meant_is_refused(
     assert "HINT: " in ended.err
     assert len(ended.err) < 3000
     assert not (tmp_path / "runs").exists()
-
-
-def test_names_that_are_too_long_are_bad_usage(command: Callable, experiment: Callable[..., Path], tmp_path: Path) -> None:
-    """A file, a run and a folder for runs of 300 letters; a NUL in a path."""
-    name = "x" * 300
-    for arguments in (["sim", name], ["compare", name, name], ["sim", experiment(), "--out", tmp_path / name], ["sim", "a\0b"]):
-        ended = command(*arguments)
-        assert ended.code == 2, ended.err
-        assert "HINT: " in ended.err

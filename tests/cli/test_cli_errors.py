@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,14 +117,6 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, comm
         command("sim")
 
 
-@pytest.mark.parametrize("command_name", ["sim", "real", "tune"])
-def test_a_file_system_that_takes_no_folders_is_found_before_the_run(command_name: str, command: Callable) -> None:
-    """Even root cannot make a folder below /proc: that is said at once, as the environment's fault."""
-    ended = command(command_name, "--out", "/proc/runs")
-    assert ended.code == 3, ended
-    assert "--out" in ended.err
-
-
 def test_memory_that_ran_out_is_no_bug(command: Callable, experiment: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 3 and a hint, as numpy raises it for a hundred million trainers, and as Python does, which says nothing more."""
     for said, shown in (("Unable to allocate 26.1 GiB", "too little memory: Unable to allocate 26.1 GiB\n"), ("", "too little memory\n")):
@@ -151,66 +141,3 @@ def test_a_profile_is_not_taken_for_a_run(command: Callable, tmp_path: Path) -> 
     assert ended.code == 2
     assert "a profile, not a run" in ended.err
     assert f"fleetbench sim {folder / 'measured.toml'}" in ended.err
-
-
-def test_a_machine_without_any_temporary_folder_is_named(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python looks at TMPDIR and the usual places, and raises where none takes a file."""
-
-    def fail(*_: object) -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp']")
-
-    monkeypatch.setattr("tempfile._gettempdir", fail)
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    ended = command("launch", "--nproc", "1", "train.py")
-    assert ended.code == 3
-    assert ended.err.startswith("error: TMPDIR: no folder for temporary files can be written\nHINT: ")
-
-
-def test_a_model_is_not_blamed_for_options_of_the_quickstart(command: Callable, tmp_path: Path) -> None:
-    """The error names the model that was asked for, the options that a file has for another one, and how to drop them."""
-    ended = command("sim", "--set", "workload.model=resnet50", "--out", tmp_path / "runs")
-    assert ended.code == 2
-    assert ended.err.startswith("error: workload.model: takes no hidden and no depth, which workload.model_options holds (got 'resnet50')")
-    assert "--set 'workload.model_options={}'" in ended.err
-    ended = command("sim", "--set", "workload.model_options.hiden=3", "--out", tmp_path / "runs")
-    assert "workload.model_options.hiden: not an option here (got 3)" in ended.err
-
-
-def test_a_wrong_value_is_named_before_a_missing_key(command: Callable, tmp_path: Path) -> None:
-    """A latency without a unit, of a link that has no bandwidth yet; with its unit, the bandwidth is asked for."""
-    ended = command("sim", "--set", "cluster.inter.latency=20", "--out", tmp_path / "runs")
-    assert ended.err.startswith("error: cluster.inter.latency: a duration needs a unit (got 20)")
-    ended = command("sim", "--set", "cluster.inter.latency=20us", "--out", tmp_path / "runs")
-    assert ended.err.startswith("error: cluster.inter.bandwidth: this key is missing beside latency")
-
-
-def test_a_word_that_is_no_text_is_refused(command: Callable, experiment: Callable[..., Path], tmp_path: Path) -> None:
-    """A folder's name or a value in other bytes than UTF-8, which no manifest could hold; nothing runs."""
-    for option, value in (("--out", b"runs\xff"), ("--set", b"run.seed=\xe9"), ("--strategy", b"\xff.toml")):
-        ended = command("sim", experiment(), option, os.fsdecode(bytes(tmp_path) + b"/" + value))
-        assert ended.code == 2
-        assert "fleetbench sim: is no text in UTF-8" in ended.err
-        assert "LC_ALL=C.UTF-8" in ended.err
-    assert not list(tmp_path.glob("runs*"))
-
-
-def test_what_is_handed_on_may_be_any_bytes(command: Callable, tmp_path: Path) -> None:
-    """A training script and its arguments are the user's own."""
-    script = tmp_path / os.fsdecode(b"no UTF-8 \xff.py")
-    ended = command("launch", "--nproc", "1", script, os.fsdecode(b"\xff"))
-    assert "no such script" in ended.err
-
-
-@pytest.mark.parametrize("words", [("sim",), ("real",), ("doctor",), ("tune", "--simulate-only"), ("report", "last")])
-def test_a_working_directory_that_is_gone_is_named(
-    words: tuple[str, ...], command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By every command, and not as a file that is missing."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    ended = command(*words)
-    assert ended.code == 3
-    assert ended.err == "error: this machine: the working directory has been removed\nHINT: cd to an existing folder\n"

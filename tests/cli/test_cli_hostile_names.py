@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
-import subprocess
 import sys
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import pytest
 
 from fleetbench.cli.output import emit, emit_table, new_table, say
 from fleetbench.cli.profile import layers_table
 from fleetbench.errors import ConfigError
-from fleetbench.overview import overview
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.quantities import Nanoseconds
-from fleetbench.report import figures
-from fleetbench.strategy import DistributedStrategy
 
 PACKAGES = ("fleetbench", "sim", "real", "tuner")
 ROOT = Path(__file__).parents[2]
@@ -89,18 +80,6 @@ def test_tables_and_text_leave_by_one_door() -> None:
     assert prints == {"fleetbench/cli/output.py"}
 
 
-@EACH
-def test_ids_of_samples(name: str, shown: str, command: Callable, tmp_path: Path) -> None:
-    """``evaluate`` shows the worst samples, and its gate names the worst of all."""
-    for side, value in (("offline", 1.0), ("online", 2.0)):
-        pd.DataFrame({"id": [name, "b"], "vector": [np.float32([value]), np.float32([1.0])]}).to_parquet(tmp_path / f"{side}.parquet")
-    ended = command("evaluate", tmp_path / "offline.parquet", "--against", tmp_path / "online.parquet")
-    assert ended.code == 1
-    assert shown in ended.out
-    assert "1 of 2 samples" in ended.err
-    assert _is_clean(ended.out + ended.err)
-
-
 def test_layers_of_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
     """A module may be called anything, but for a dot."""
     layers = [
@@ -111,67 +90,3 @@ def test_layers_of_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(shown in out for shown in HOSTILE.values())
     assert _is_clean(out)
-
-
-def test_layers_in_the_box_of_a_run() -> None:
-    """A strategy names layers, and the environment's values are a launcher's."""
-    strategy = DistributedStrategy.from_dict({"recompute": True, "recompute_configs": {"checkpoints": list(HOSTILE)}})
-    assert _is_clean(overview(strategy, {"endpoint": "a\x1b[2J\nb"}))
-
-
-def test_columns_of_a_file(command: Callable, experiment: Callable[..., Path], tmp_path: Path) -> None:
-    """An error names the column that ``calibrate`` does not know."""
-    (tmp_path / "cells.csv").write_text('"[/y]\x1b[2J",seconds\nx,0.02\n', encoding="utf-8")
-    ended = command("calibrate", experiment(), tmp_path / "cells.csv", "--fit", "compute", "--out", tmp_path)
-    assert ended.code == 2
-    assert "[/y]" in ended.err
-    assert _is_clean(ended.err)
-
-
-def test_folders_and_files(command: Callable, experiment: Callable[..., Path], tmp_path: Path) -> None:
-    """``sim`` prints a run's folder, ``report`` its page, ``compare`` labels runs; a fit stays TOML, whatever its source is called."""
-    name, shown = ("".join(names).replace("/", "") for names in (HOSTILE, HOSTILE.values()))
-    folder = tmp_path / name
-    ended = command("sim", experiment(), "--out", folder)
-    assert ended.code == 0
-    assert f"run: {tmp_path / shown}" in ended.out
-    (run,) = folder.iterdir()
-    compared = command("compare", run, run)
-    reported = command("report", run)
-    trace = folder / f"{name}\n.csv"
-    trace.write_text("\n".join(["rank,step,compute_s", *(f"0,{step},0.01" for step in range(1, 41))]), encoding="utf-8")
-    fitted = command("profile", "--from", trace)
-    assert (compared.code, reported.code, fitted.code) == (0, 0, 0)
-    tomllib.loads(fitted.out)
-    assert all(_is_clean(text) for each in (ended, compared, reported, fitted) for text in (each.out, each.err))
-    missing = command("sim", folder / "missing.toml")
-    assert missing.code == 2
-    assert shown in missing.err
-    assert json.loads(command("sim", experiment(), "--out", folder, "--json").out)["trainers"] == 1
-
-
-def test_labels_of_a_picture(tmp_path: Path) -> None:
-    """A folder called like a formula is none: ``compare --losses`` names runs by their folders."""
-    losses = pd.DataFrame({"label": "runs/$\\x{$/a", "step": [1, 2], "seconds": [1.0, 2.0], "loss": [2.0, 1.0]})
-    figures.save_png(figures.loss_against_time(losses), tmp_path / "losses.png")
-    assert (tmp_path / "losses.png").stat().st_size > 0
-
-
-def test_strategies_of_a_tuning(command: Callable, experiment: Callable[..., Path], tmp_path: Path) -> None:
-    """A strategy's values stand in the tables of ``tune``."""
-    two = ("--set", "cluster.nodes=2", "--set", 'cluster.inter={ bandwidth = "8 Gbit/s", latency = "1 ms" }')
-    hostile = ("--set", "strategy.recompute=true", "--set", 'strategy.recompute_configs={ checkpoints = ["[/x]"] }')
-    ended = command("tune", experiment(), *two, *hostile, "--simulate-only", "--out", tmp_path / "runs")
-    assert ended.code == 0
-    assert "recompute_configs.checkpoints = ['[/x]']" in ended.out
-
-
-def test_lines_of_a_script(tmp_path: Path) -> None:
-    """The error quotes what a failed script printed last."""
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit('[/x] \\x1b[31mred \\x9b2J')\n", encoding="utf-8")
-    words = [sys.executable, "-m", "fleetbench", "launch", "--nproc", "1", "--log-dir", str(tmp_path / "log"), str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 4
-    error = done.stderr[done.stderr.index("error: ") :]
-    assert _is_clean(error)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,13 +55,6 @@ def test_the_scripts_own_options_stay_its_own(command: Callable, launches: _Laun
     assert launches.asked == [expected]
 
 
-def test_a_line_names_trainers_rendezvous_and_logs(command: Callable, launches: _Launches, script: Path) -> None:
-    """It comes before the first line of a trainer; the box is ``fleet.init``'s."""
-    out = command("launch", "--nproc", "3", script).out
-    assert launches.asked[0][0] == 3
-    assert out == f"{script}: 3 trainers, rendezvous a file, logs in log\nfrom rank 0\n"
-
-
 @pytest.mark.parametrize(("joined", "nproc", "told"), [(False, "2", True), (True, "2", False), (False, "1", False)])
 def test_trainers_that_never_met_are_remarked_on(
     command: Callable, launches: _Launches, script: Path, joined: bool, nproc: str, told: bool
@@ -90,53 +81,12 @@ def test_ctrl_c_is_exit_code_130(command: Callable, launches: _Launches, script:
     assert (ended.code, ended.err) == (130, "interrupted: all trainers were stopped\n")
 
 
-@pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)], ids=["a closed terminal", "nohup"])
-def test_a_closed_terminal_ends_what_does_not_ignore_it(
-    before: signal.Handlers, code: int, command: Callable, monkeypatch: pytest.MonkeyPatch, script: Path
-) -> None:
-    """As Ctrl-C does; what was started by nohup goes on."""
-    was = signal.signal(signal.SIGHUP, before)
-    try:
-        monkeypatch.setattr(launcher, "launch_script", lambda *_, **__: os.kill(os.getpid(), signal.SIGHUP) or True)
-        assert command("launch", "--nproc", "1", script).code == code
-        assert signal.getsignal(signal.SIGHUP) == before
-    finally:
-        signal.signal(signal.SIGHUP, was)
-
-
 def test_a_script_that_is_missing_starts_nothing(command: Callable, launches: _Launches, tmp_path: Path) -> None:
     """Exit code 2, before the box."""
     ended = command("launch", "--nproc", "2", tmp_path / "absent.py")
     assert (ended.code, ended.out) == (2, "")
     assert "absent.py" in ended.err
     assert launches.asked == []
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--nproc", "0"),
-        ("--nproc", "two"),
-        ("--nnodes", "2"),
-        ("--nproc", "2", "--startup-timeout", "0"),
-        ("--nproc", "2", "--startup-timeout", "soon"),
-        ("--nproc", "2", "--restarts", "-1"),
-        ("--nproc", "2", "--restarts", "1", "--strategy", "recommended.toml"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_bad_usage(arguments: tuple[str, ...], command: Callable, launches: _Launches, script: Path) -> None:
-    """Exit code 2, and nothing starts."""
-    assert command("launch", *arguments, script).code == 2
-    assert launches.asked == []
-
-
-def test_the_number_of_trainers_is_asked_for(command: Callable, launches: _Launches, script: Path) -> None:
-    """Nothing is started without it, and the hint is a whole command."""
-    ended = command("launch", script)
-    assert ended.code == 2
-    assert "--nproc" in ended.err
-    assert "fleetbench launch --nproc 2" in ended.err
-    assert not launches.asked
 
 
 def test_restarts_start_elastic_workers(command: Callable, launches: _Launches, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,31 +111,6 @@ def test_a_batch_script_asks_for_the_experiments_cluster(printed: Callable[..., 
     assert "#SBATCH --gpus-per-node=3" in printed("slurm", "train.py", device="cuda").splitlines()
 
 
-@pytest.mark.parametrize(("preset", "device"), [("2 x 8 H100, 400G per NIC", "cuda"), (None, "cpu")])
-def test_trainers_share_all_cores_of_a_node_where_none_are_declared(
-    preset: str | None, device: str, command: Callable, tools: dict[str, str], tmp_path: Path
-) -> None:
-    """A node of 96 cores gives its eight trainers twelve each: sixteen, the default, are no declaration."""
-    experiment, cluster = tmp_path / "e.toml", "nodes = 2\ntrainers_per_node = 8" if preset is None else f'preset = "{preset}"'
-    experiment.write_text(f'[workload]\nmodel = "mlp"\ndata = "synthetic"\n[cluster]\n{cluster}\n[run]\ndevice = "{device}"\n')
-    text = command("launch", "--print", "slurm", experiment, "--", "train.py").out
-    assert not any(line.startswith("#SBATCH --cpus-per-task") for line in text.splitlines())
-    path = _lint(text, tmp_path)
-    for cores, each in ((96, 12), (4, 1)):
-        done = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_CPUS_ON_NODE": str(cores)})
-        assert done.returncode == 0, done.stderr
-        options, _ = json.loads((tmp_path / "srun.json").read_text())
-        assert options["cpus-per-task"] == str(each)
-    assert "cpu: 16  # fill in" in command("launch", "--print", "kubernetes", experiment, "--", "train.py").out
-
-
-def test_a_node_by_name_has_its_processors(command: Callable, tmp_path: Path) -> None:
-    """p5.48xlarge has 192 vCPUs: 24 for each of eight trainers."""
-    experiment = tmp_path / "e.toml"
-    experiment.write_text('[cluster]\npreset = "2 x p5.48xlarge"\n[run]\ndevice = "cuda"\n')
-    assert "#SBATCH --cpus-per-task=24" in command("launch", "--print", "slurm", experiment, "--", "train.py").out
-
-
 @pytest.mark.slow
 def test_slurms_script_trains_on_two_nodes(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """Started through a stand-in for srun, two tasks on two nodes give one process's result on the joint batch."""
@@ -150,13 +125,6 @@ def test_slurms_script_trains_on_two_nodes(printed: Callable[..., str], tools: d
     options, _ = json.loads((tmp_path / "srun.json").read_text())
     assert options["kill-on-bad-exit"] == "1"
     assert "overlap" in options
-
-
-def test_a_task_that_fails_fails_the_job(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """The batch script's exit code is the tasks'."""
-    (tmp_path / "fails.py").write_text("import os, sys\nsys.exit(7 if os.environ['SLURM_PROCID'] == '1' else 0)\n")
-    path = _lint(printed("slurm", "fails.py", per_node=1), tmp_path)
-    assert _bash(path, environment=tools).returncode == 7
 
 
 def test_slurms_driver_is_outside_or_inside(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
@@ -176,22 +144,6 @@ def test_slurms_driver_is_outside_or_inside(printed: Callable[..., str], tools: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_slurms_tasks_drive_from_inside(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """Two tasks with Slurm's variables, one a node: task 0 drives legs in both, also after one that is killed."""
-    fleetbench = tmp_path / "bin" / "fleetbench"
-    job = [sys.executable, str(REAL / "inside_job.py"), str(tmp_path / "runs"), str(tmp_path / "notes")]
-    fleetbench.write_text(f"#!/bin/bash\nexec {shlex.join(job)}\n")
-    path = _lint(printed("slurm", "train.py", per_node=1), tmp_path)
-    done = subprocess.run(["bash", path, "inside"], env=tools, capture_output=True, text=True, timeout=180, check=False)  # noqa: S607  # the user's own shell
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["trainers"], found["trainers_per_node"]) == (2, 1)
-    assert found["steps"] == [[[0, 10], [1, 10]], [[0, 12], [1, 12]], [[0, 8], [1, 8]]]
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-@pytest.mark.slow
 def test_torchruns_script_trains(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
     """On one node, by torchrun itself: two trainers give one process's result on the joint batch."""
     torchrun = tmp_path / "bin" / "torchrun"
@@ -203,25 +155,6 @@ def test_torchruns_script_trains(printed: Callable[..., str], tools: dict[str, s
     expected = problem.joint_training(2, "float64", problem.optimizer_of("momentum"))[-1].numpy()
     for rank in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"out.{rank}.npz")["parameters"], expected, rtol=0, atol=1e-12)
-
-
-def test_the_experiments_variables_reach_the_trainers(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """``run.environment`` is set, as it is written there."""
-    (tmp_path / "says.py").write_text("import os\nprint([os.environ[name] for name in ('OMP_PLACES', 'OMP_NUM_THREADS')])\n")
-    path = _lint(printed("slurm", "says.py", nodes=1, per_node=1), tmp_path)
-    assert _bash(path, environment=tools).stdout == "['{0:2},(1)', '2']\n"
-
-
-@pytest.mark.parametrize("form", ["slurm", "torchrun"])
-def test_every_variable_is_exported_once(form: str, printed: Callable[..., str], command: Callable, tmp_path: Path) -> None:
-    """The experiment's number of threads stands alone; without one, the user's own goes before the default."""
-    threads = [line for line in printed(form, "train.py").splitlines() if line.startswith("export OMP_NUM_THREADS")]
-    assert threads == ["export OMP_NUM_THREADS=2"]
-    path = tmp_path / "plain.toml"
-    path.write_text('name = "plain"\n[cluster]\ntrainers_per_node = 1\n')
-    plain = command("launch", "--print", form, path).out
-    assert [line for line in plain.splitlines() if line.startswith("export")] == ['export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"']
-    assert "# plain: 1 trainer, 1 on each of 1 node.\n" in plain
 
 
 @pytest.mark.parametrize(
@@ -278,15 +211,6 @@ def test_the_manifest_is_what_kubernetes_takes(device: str, nodes: int, printed:
     assert (service["kind"], job["kind"]) == ("Service", "Job")
 
 
-def test_the_schema_finds_mistakes(printed: Callable[..., str]) -> None:
-    """An unknown key, a wrong type and a missing key are each refused: the test above is not vacuous."""
-    for wrong in ({"completionsMode": "Indexed"}, {"completions": "two"}, {"template": {"spec": {}}}):
-        _, job = _manifest(printed("kubernetes", "train.py"))
-        job["spec"].update(wrong)
-        with pytest.raises(kubernetes_validate.ValidationError):
-            _validate(job)
-
-
 def test_the_pods_find_each_other(printed: Callable[..., str]) -> None:
     """As many pods as nodes, each on a node of its own; pod 0's name is the Job's, its number, and the service's."""
     service, job = _manifest(printed("kubernetes", "train.py", device="cuda"))
@@ -302,45 +226,6 @@ def test_the_pods_find_each_other(printed: Callable[..., str]) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 3}
     assert {"name": "OMP_PLACES", "value": "{0:2},(1)"} in container["env"]
     assert [entry["value"] for entry in container["env"] if entry["name"] == "OMP_NUM_THREADS"] == ["2"]
-
-
-def test_a_pods_command_is_torchruns(printed: Callable[..., str], tools: dict[str, str], tmp_path: Path) -> None:
-    """The shell in the container is clean, and starts torchrun with the pod's number for the node's."""
-    torchrun = tmp_path / "bin" / "torchrun"
-    torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    torchrun.chmod(0o755)
-    _, job = _manifest(printed("kubernetes", "train.py", "--name", "it's: {a} #b"))
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    _lint(f"#!/bin/bash\n{container['command'][-2]}", tmp_path)
-    done = subprocess.run(
-        [*container["command"], *container["args"]], env={**tools, "JOB_COMPLETION_INDEX": "1"}, capture_output=True, text=True, check=True
-    )
-    parsed = get_args_parser().parse_args(done.stdout.split("\0")[:-1])
-    assert (parsed.nnodes, parsed.nproc_per_node, parsed.node_rank, parsed.master_addr) == ("2", "3", 1, "two-nodes-v1-0.two-nodes-v1")
-    assert (parsed.training_script, parsed.training_script_args) == ("train.py", ["--name", "it's: {a} #b"])
-
-
-TRICKY = ("$(NCCL_DEBUG)", "$$(NCCL_DEBUG)", "$$", "$$$(NCCL_DEBUG)$", "$(nothing) $HOME")
-
-
-def test_kubernetes_leaves_what_the_user_wrote(command: Callable, tools: dict[str, str], tmp_path: Path) -> None:
-    """Its own variables stand in commands as ``$(NAME)``: whoever writes that to a script means it."""
-    torchrun = tmp_path / "bin" / "torchrun"
-    torchrun.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    torchrun.chmod(0o755)
-    path = tmp_path / "$(NCCL_DEBUG).toml"
-    path.write_text('name = "tricky"\n[run.environment]\nNCCL_DEBUG = "WARN"\nNCCL_ALGO = "Ring"\n')
-    _, job = _manifest(command("launch", "--print", "kubernetes", path, "--", "train.py", *TRICKY).out)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    variables: dict[str, str] = {}
-    for entry in container["env"]:
-        variables[entry["name"]] = _expanded(entry["value"], variables)
-    assert (variables["NCCL_DEBUG"], variables["NCCL_ALGO"]) == ("WARN", "Ring")
-    for mode, arguments in (("train", TRICKY), ("inside", (str(path), *TRICKY))):
-        words = [_expanded(word, variables) for word in [*container["command"], mode]]
-        environment = {**tools, **variables, "JOB_COMPLETION_INDEX": "0"}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        assert [word for word in done.stdout.split("\0") if "$" in word] == list(arguments)
 
 
 HOSTILE = (
@@ -394,18 +279,6 @@ def test_no_argument_is_executed(form: str, command: Callable, tmp_path: Path) -
         assert given[-len(HOSTILE) :] == list(HOSTILE)
         assert (str(hostile) in given) == (mode in ("inside", "tune"))
         assert not list(tmp_path.rglob("PWNED"))
-
-
-@pytest.mark.parametrize("name", ["x" * 80, "9lives", "A__b..c"])
-def test_names_are_made_fit_for_kubernetes(name: str, command: Callable, tmp_path: Path) -> None:
-    """Small letters, digits and hyphens, a letter first, and short enough for a pod's number after it (RFC 1035)."""
-    path = tmp_path / "named.toml"
-    path.write_text(f'schema = 1\nname = "{name}"\n')
-    _, job = _manifest(command("launch", "--print", "kubernetes", path).out)
-    label = job["metadata"]["name"]
-    assert len(label) <= 55
-    assert label[0].isalpha()
-    assert set(label) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
 
 
 @pytest.mark.parametrize("arguments", [("--print", "slurm"), ("--print", "slurm", "train.py"), ("--print", "pbs", "e.toml")])
@@ -473,16 +346,3 @@ def test_slurms_script_starts_servers_and_trainers_by_one_line(
     few = _bash(path, environment={**tools, "FAKE_SRUN_DRY": "1", "SLURM_JOB_NODELIST": "list"})
     assert (few.returncode, few.stdout) == (3, "")
     assert f"the job needs {hosts}" in few.stderr
-
-
-@pytest.mark.parametrize(
-    ("form", "script"), [("torchrun", ("--", "train.py")), ("kubernetes", ("--", "train.py")), ("slurm", ()), ("slurm", ("--", "run.sh"))]
-)
-def test_what_starts_no_servers_is_refused(form: str, script: tuple[str, ...], command: Callable, tmp_path: Path) -> None:
-    """Rather than printed as if all processes were trainers; the hint says what to write."""
-    experiment = tmp_path / "served.toml"
-    experiment.write_text(SERVED.format(nodes=2, placement="own"))
-    ended = command("launch", "--print", form, experiment, *script)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("error: --print")
-    assert "HINT" in ended.err

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 from fleetbench.cli.profile import show
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Layer, LayerTable
 from fleetbench.profile import Profile, compute_key
@@ -32,9 +31,6 @@ trainers_per_node = 2
 [run]
 seed = 3
 """
-
-
-SERVED = ["--set", "strategy.mode=ps", "--set", "cluster.servers=1"]
 
 
 @pytest.fixture
@@ -101,30 +97,6 @@ def test_what_cannot_be_profiled_is_refused_before_a_launch(command: Callable, p
     assert not (place / "runs").exists()
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "long"])
-def test_seconds_are_a_number_above_zero(command: Callable, seconds: str) -> None:
-    """Bad usage."""
-    ended = command("profile", "--seconds", seconds)
-    assert ended.code == 2
-    assert "--seconds" in ended.err
-
-
-@pytest.mark.parametrize(("arguments", "says"), [(SERVED, True), ([], False)])
-def test_a_profile_without_its_servers_says_so(
-    command: Callable, place: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: bool
-) -> None:
-    """Before it begins, where the experiment has servers."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ConfigError("enough is known", "test")
-
-    monkeypatch.setattr("real.profile.measuring.measure_profile", refuse)
-    ended = command("profile", "mine.toml", *arguments, "--out", place / "runs")
-    assert ended.code == 2
-    assert "enough is known" in ended.err
-    assert ("note: no server runs" in ended.err) is says
-
-
 def _shown(cluster: dict, folder: Path, *, nbytes: int, as_json: bool = False) -> None:
     experiment = Experiment.from_dict({"name": "mine", "cluster": cluster})
     layer = Layer(name="a", forward=Nanoseconds(1), backward=Nanoseconds(1))
@@ -139,28 +111,6 @@ TWO_NODES = {
     "intra": {"bandwidth": "8 GB/s", "latency": "3 us", "payload": True},
     "inter": {"bandwidth": "100 MB/s", "latency": "40 us", "payload": True},
 }
-
-
-def test_a_profile_says_what_ddp_broadcasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Along the ring over four ranks, of which the second and third are on two nodes: 3 + 40 + 3 us and S / 100 MB/s."""
-    _shown(TWO_NODES, tmp_path, nbytes=1_000_000, as_json=True)
-    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == pytest.approx(46e-6 + 1e-2, abs=1e-9)
-    _shown(TWO_NODES, tmp_path, nbytes=1_000_000)
-    told = capsys.readouterr().out
-    assert "buffers: 1.00 MB. Rank 0 sends them in every step, in 10.05 ms" in told
-    assert "broadcast_buffers = false" in told
-
-
-def test_a_profile_without_buffers_or_link_claims_no_broadcast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is said of buffers that there are none of; of an unknown link the time is left out."""
-    _shown(TWO_NODES, tmp_path, nbytes=0)
-    assert "buffers: " not in capsys.readouterr().out
-    _shown({"nodes": 2}, tmp_path, nbytes=8)
-    assert "over a link that is not known" in capsys.readouterr().out
-    _shown({"nodes": 2}, tmp_path, nbytes=8, as_json=True)
-    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] is None
-    _shown({}, tmp_path, nbytes=8, as_json=True)
-    assert json.loads(capsys.readouterr().out)["ddp_buffers_broadcast_s"] == 0.0
 
 
 def test_a_profile_of_shards_tells_of_a_trainers_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

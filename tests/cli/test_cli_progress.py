@@ -21,30 +21,6 @@ def test_nobody_watches_a_stderr_that_is_no_terminal() -> None:
         assert advance is None
 
 
-def test_a_log_gets_a_line_a_leg(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is left, by what was done in how long; of parts that take less than 2 s, the first, the last, and some between."""
-    clock = iter([0.0, 3.0, 3.0, 6.0, *(100.0 + number for number in range(5)), 200.0, 203.0])
-    monkeypatch.setattr("fleetbench.cli.progress.time.monotonic", lambda: next(clock))
-    with progress.stages(lines=True) as advance:
-        assert advance is not None
-        for done in (0, 1, 1, 2):
-            advance("pairs", done, 2)
-        for done in (0, 10, 20, 30, 100):
-            advance("trials", done, 100)
-        for done in (1, 2):
-            advance("profile", done, 4)
-    assert capsys.readouterr().err.splitlines() == [
-        "pairs: 0 of 2",
-        "pairs: 1 of 2, the rest in about 3 s",
-        "pairs: 2 of 2",
-        "trials: 0 of 100",
-        "trials: 20 of 100, the rest in about 8 s",
-        "trials: 100 of 100",
-        "profile: 1 of 4",
-        "profile: 2 of 4, the rest in about 6 s",
-    ]
-
-
 def test_numbered_stages_are_told_when_they_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last title and the seconds; an earlier stage that comes again, and another one, belong to the one under way."""
     clock = iter([0.0, 12.0, 12.0, 43.0, 43.0, 101.0])
@@ -76,7 +52,7 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress.steps("simulate") as advance:
         assert advance is not None
     monkeypatch.setenv("RANK", "1")
-    with progress.steps("simulate", lines=True) as advance:
+    with progress.steps("simulate") as advance:
         assert advance is None
 
 

@@ -73,37 +73,6 @@ def test_the_engine_is_asked_for_and_named(command: Callable, experiment: Files,
     assert f"engine: {found}" in command("sim", experiment(), "--out", tmp_path / "runs", *arguments).out
 
 
-@pytest.mark.parametrize(
-    ("nics", "says"),
-    [
-        (1, "between nodes: 400 Gbit/s a node, 50 Gbit/s for each of its 8 trainers (declared: 1 network interface of 400 Gbit/s a node)"),
-        (
-            8,
-            "between nodes: 3200 Gbit/s a node, 400 Gbit/s for each of its 8 trainers (declared: 8 network interfaces of 400",
-        ),
-    ],
-)
-@pytest.mark.parametrize("asked", [(), ("--what-if",)])
-def test_a_nodes_total_bandwidth_is_said(
-    command: Callable, experiment: Files, tmp_path: Path, nics: int, says: str, asked: tuple[str, ...]
-) -> None:
-    """Two nodes of eight trainers at 400 Gbit/s an interface: one interface is an eighth of what eight are."""
-    cluster = (
-        "nodes=2",
-        "trainers_per_node=8",
-        f"nics_per_node={nics}",
-        *(f'{name}={{ bandwidth = "400 Gbit/s", latency = "1 us" }}' for name in ("intra", "inter")),
-    )
-    sets = [part for setting in cluster for part in ("--set", f"cluster.{setting}")]
-    assert says in " ".join(command("sim", experiment(), *sets, *asked, "--out", tmp_path / "runs").out.split())
-
-
-def test_where_a_node_has_one_trainer_nothing_is_added(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """What is declared is what the node has."""
-    sets = ("--set", "cluster.nodes=2", "--set", 'cluster.inter={ bandwidth = "8 Gbit/s", latency = "1 ms" }')
-    assert "between nodes" not in command("sim", experiment(), *sets, "--out", tmp_path / "runs").out
-
-
 def test_a_run_without_a_table_is_stored_and_not_compared(
     command: Callable, experiment: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,17 +149,3 @@ def test_ctrl_c_ends_a_simulation_at_once(experiment: Files, tmp_path: Path) -> 
     assert err.startswith("interrupted:")
     assert "Traceback" not in err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_reader_that_leaves_early_is_no_error(experiment: Files, tmp_path: Path) -> None:
-    """With stdout closed, the run is stored, the exit code is 0, and nothing is said of a pipe."""
-    arguments = [sys.executable, "-m", "fleetbench", "sim", str(experiment()), "--out", str(tmp_path / "runs")]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        err = process.stderr.read()
-        code = process.wait(timeout=60)
-    assert (code, err) == (0, "")
-    (run,) = (tmp_path / "runs").iterdir()
-    assert (run / "manifest.json").is_file()

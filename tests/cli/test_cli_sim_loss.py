@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 from tuner_fakes import profiled_experiment
 
 from fleetbench.experiment import Experiment
-from fleetbench.report import figures
 from fleetbench.store import load_run
 from sim.learning.virtual_training import train
 
@@ -74,23 +72,15 @@ def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_losses_of_two_seeds_are_drawn_as_one_band(command: Callable, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that differ in seed and end are one line, named by what it differs in; without losses, or a folder, nothing is drawn."""
-    drawn, draw = list[Any](), figures.loss_against_time
-    monkeypatch.setattr(figures, "loss_against_time", lambda named, target: [drawn.append(named), draw(named, target)][1])
+def test_losses_are_drawn(command: Callable, path: Path, tmp_path: Path) -> None:
+    """Of three runs; without losses, or a folder, nothing is drawn."""
     for folder, changes in {"a": (), "b": ("run.seed=1", "workload.steps=5"), "c": ("workload.lr=0.5",)}.items():
         command("sim", path, "--loss", *(word for change in changes for word in ("--set", change)), "--out", tmp_path / folder)
     runs = [next((tmp_path / folder).glob("profiled-sim-*")) for folder in "abc"]
-    ended = command("compare", *runs, "--losses", tmp_path / "l.png")
-    assert ended.code == 0
-    (row,) = [line.split("│") for line in ended.out.splitlines() if line.startswith("│ sim, lr = 0.5")]
-    assert [row[2].strip(), row[6].strip()] == ["0", f"{load_run(runs[2]).summary.final_loss:.5g}"], "a row a run"
+    assert command("compare", *runs, "--losses", tmp_path / "l.png").code == 0
     assert (tmp_path / "l.png").read_bytes()[1:4] == b"PNG"
-    ((first, seeds), (second, other)) = drawn[0].items()
-    assert (first, second) == ("sim, lr = 0.1", "sim, lr = 0.5")
-    assert ([run.path for run in seeds], [run.path for run in other]) == (runs[:2], runs[2:])
     held_out = train(Experiment.load(runs[2] / "experiment.toml")).held_out
-    assert other[0].held_out == held_out, "stored with the run"
+    assert load_run(runs[2]).held_out == held_out, "stored with the run"
     assert len(held_out) > 1
     assert command("compare", *runs, "--losses", tmp_path / "l.doc").code == 2
     wrong = command("compare", *runs, "--losses", tmp_path / "no" / "l.png")

@@ -70,13 +70,6 @@ def test_a_sweep_is_a_table_and_a_file(command: Callable, experiment: Files, tmp
     assert ended.err == ""
 
 
-def test_two_keys_may_be_swept(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """A row each combination."""
-    arguments = ("--sweep", "cluster.nodes=1,2", "--sweep", "run.seed=1..2", "--json", "--out", tmp_path / "runs")
-    points = json.loads(command("sim", experiment(more=JITTER), *TWO, *arguments).out)["points"]
-    assert [(point["cluster.nodes"], point["run.seed"]) for point in points] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-
-
 def test_a_failed_point_is_an_error_that_names_it(command: Callable, experiment: Files, tmp_path: Path) -> None:
     """Exit code 2, the point, a hint, and nothing is left over."""
     ended = command("sim", experiment(), *TWO, "--sweep", "workload.batch_size=8,0", "--out", tmp_path / "runs")
@@ -84,13 +77,6 @@ def test_a_failed_point_is_an_error_that_names_it(command: Callable, experiment:
     assert "the point workload.batch_size=0" in ended.err
     assert "HINT" in ended.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_note_is_said_once(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """Not at every point."""
-    path = experiment(more="[strategy]\nuse_thread_barrier = true\n")
-    ended = command("sim", path, "--sweep", "run.seed=1,2", "--out", tmp_path / "runs")
-    assert ended.err.count("note: use_thread_barrier") == 1
 
 
 @pytest.mark.parametrize(
@@ -111,12 +97,6 @@ def test_a_table_is_of_one_run(asked: tuple[str, ...], command: Callable, experi
     assert f"--table: no run of {asked[0]} is stored" in ended.err
     assert "HINT" in ended.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_no_summary_of_several_says_that_its_table_is_missing(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """Nobody asked for one."""
-    data = json.loads(command("sim", experiment(more=JITTER), "--seeds", "2", "--json", "--out", tmp_path / "runs").out)
-    assert [summary["skipped"] for summary in data["summaries"]] == [[], []]
 
 
 @pytest.mark.slow
@@ -145,30 +125,3 @@ def test_ctrl_c_ends_a_sweep_and_its_processes_at_once(experiment: Files, tmp_pa
     psutil.wait_procs(workers, timeout=5)
     assert not any(worker.is_running() for worker in workers)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_presets_nodes_are_swept_and_said_once(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """The sweep's nodes win over the preset's, and what it stands for is one note, before the table."""
-    path = experiment(more="")
-    path.write_text(path.read_text().replace("nodes = 1\ntrainers_per_node = 1", 'preset = "8 x DGX A100"'))
-    nccl = ("--set", "run.backend=nccl", "--set", "run.device=cuda", "--set", "workload.steps=2")
-    ended = command("sim", path, *nccl, "--sweep", "cluster.nodes=2,4", "--json", "--out", tmp_path / "runs")
-    assert [point["trainers"] for point in json.loads(ended.out)["points"]] == [16, 32]
-    assert ended.err.count('note: cluster.preset = "8 x DGX A100" stands for') == 1
-    assert 'inter = { bandwidth = "200 Gbit/s"' in ended.err
-
-
-def test_a_gpu_that_is_not_here_is_to_be_estimated(command: Callable, tmp_path: Path) -> None:
-    """Before it is replaced by this machine's processor."""
-    ended = command("sim", "examples/gpt_350m.toml", "--what-if", "--out", tmp_path / "runs")
-    assert ended.code == 3
-    assert "HINT: to simulate: fleetbench estimate" in ended.err
-
-
-def test_what_is_said_of_a_node_is_left_out_where_a_point_has_no_such_node(command: Callable, experiment: Files, tmp_path: Path) -> None:
-    """With a note that names point and node; four times as slow, 20 ms of compute take 80 where the node is there."""
-    slow = ("--set", "cluster.node_overrides=[{ nodes = [0, 1], slowdown = 4 }, { nodes = [1], slowdown = 4 }]")
-    ended = command("sim", experiment(), *TWO, *slow, "--sweep", "cluster.nodes=1,2", "--json", "--out", tmp_path / "runs")
-    assert ended.code == 0, ended.err
-    assert ended.err.count("note: at cluster.nodes=1 cluster.node_overrides of node 1 is left out") == 2  # of each override
-    assert [point["compute_s"] for point in json.loads(ended.out)["points"]] == [pytest.approx(0.08)] * 2

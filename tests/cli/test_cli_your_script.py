@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fleetbench.cli.your_script import REGISTRY_SCRIPT, require_script, split_command
+from fleetbench.cli.your_script import REGISTRY_SCRIPT, split_command
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner import tune
@@ -66,15 +68,6 @@ def test_stragglers_of_an_experiments_own_workload_are_refused_too(command: Call
     assert "cluster.stragglers" in ended.err
 
 
-def test_another_files_strategy_does_not_reach_a_command(command: Callable, tmp_path: Path) -> None:
-    """Which loads its own, and so does an experiment's workload that somebody else starts: it would be left out without a word."""
-    (tmp_path / "s.toml").write_text("[strategy]\nnccl_comm_num = 2\n")
-    for words in (("no-such-program",), ("no-such-program", "-m", REGISTRY_SCRIPT, "e.toml")):
-        ended = command("tune", "--strategy", tmp_path / "s.toml", "--out", tmp_path, "--", *words)
-        assert ended.code == 2
-        assert "--strategy: does not reach the processes of a command" in ended.err
-
-
 class _Tuned(Exception):  # noqa: N818  # it ends the command where the tuning would begin
     """Keeps what was asked for."""
 
@@ -122,20 +115,27 @@ def test_a_missing_script_is_said_at_once(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("python", "-m", "package.train", "out.py"),  # a module, whose argument may be a file that it writes
-        ("torchrun", "--module", "package.train", "out.py"),
-        ("ssh", "host", "python", "elsewhere.py"),  # of another machine
-        ("torchrun", "here.py", "--config", "missing.py"),
-        ("python3.12", "there/too.py"),
-    ],
-)
-def test_what_may_exist_elsewhere_is_not_missed(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules, other machines, and what a script itself is given."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "here.py").touch()
-    (tmp_path / "there" / "too.py").touch()
+SCRIPT = """\
+import os, sys
+from pathlib import Path
+Path("seen").write_text(os.getcwd() + " " + str("FLEETBENCH_TUNING" in os.environ))
+sys.exit(3)
+"""
+
+
+def test_the_command_starts_in_its_folder(command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made where it is not there; the script is found from here."""
     monkeypatch.chdir(tmp_path)
-    require_script(words, None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a failed launch keeps its output for the user
+    Path("script.py").write_text(SCRIPT, encoding="utf-8")
+    assert command("tune", "--workdir", "own/place", "--", sys.executable, "script.py").code == 4
+    assert (tmp_path / "own/place/seen").read_text(encoding="utf-8") == f"{tmp_path / 'own/place'} True"
+    assert not (tmp_path / "seen").exists()
+
+
+@pytest.mark.parametrize("command_name", ["tune", "profile"])
+def test_a_folder_without_a_command_is_refused(command_name: str, command: Callable) -> None:
+    """No process would start there."""
+    ended = command(command_name, "--workdir", "own")
+    assert ended.code == 2
+    assert "--workdir: needs a command to start in that folder" in ended.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from processes import run_python
 from profiled_devices import BASE_US, CUDA, ROCM, Device
 
-from fleetbench import profiler_traces, traces
+from fleetbench import traces
 from fleetbench.errors import ConfigError
 from fleetbench.fitting.stragglers import compute_times, fit_source
 from fleetbench.profiler_traces import COMMUNICATION, read_profiler
@@ -64,18 +62,17 @@ def test_cycles_of_ranks_make_one_table(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_no_trace_says_is_told_by_names(tmp_path: Path) -> None:
-    """By the number behind "rank", with a note; other names tell no ranks."""
+    """By the number behind "rank"; other names tell no ranks."""
     devices = [Device(rank=rank, lag=1) for rank in (1, 0)]
     for device, name in zip(devices, ("rank1.json", "rank-0.Apr_03.1102.pt.trace.json.gz"), strict=True):
         device.run(range(3), seed=device.rank)
         device.write(tmp_path / "told" / name, knows_rank=False)
         device.write(tmp_path / "untold" / f"node_{device.rank}.pt.trace.json", knows_rank=False)
-    table, notes = read_profiler([tmp_path / "told"], "--from")
+    table, _ = read_profiler([tmp_path / "told"], "--from")
     matches(table, devices)
-    assert any("ranks are those of the files' names" in note for note in notes)
     for knows_rank in (False, True):
         devices[0].write(tmp_path / "untold" / "node_1.pt.trace.json", knows_rank=knows_rank)
-        with pytest.raises(ConfigError, match="say no rank"):
+        with pytest.raises(ConfigError, match="says no rank"):
             read_profiler([tmp_path / "untold"], "--from")
 
 
@@ -111,14 +108,9 @@ def _spoilt(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], path
         (lambda events: [event for event in events if "Profiler" not in event["name"]], "has no ProfilerStep.*33 kernels, 0 operators"),
         (
             lambda events: [event for event in events if event["cat"] != "kernel"],
-            "has calls of a device, but no kernels.*33 x cuda_runtime",
+            "has no kernels of CUDA or ROCm",
         ),
-        (lambda events: [event | {"name": "" if event["cat"] == "kernel" else event["name"]} for event in events], "names do not say"),
-        (
-            lambda events: [event | {"name": "Unknown" if event["cat"] == "kernel" else event["name"]} for event in events],
-            "names do not say whether they compute or communicate",
-        ),
-        (lambda events: [event for event in events if event["cat"] == "user_annotation"], "neither kernels nor operators"),
+        (lambda events: [event for event in events if event["cat"] == "user_annotation"], "no operators without them"),
         (lambda events: events + [event for event in events if event["name"].endswith("#1")], "overlap, or one twice"),
         (lambda _: [], "is JSON, but no trace"),
         (
@@ -131,28 +123,6 @@ def test_what_cannot_be_told_is_refused(change: Callable[..., Any], said: str, t
     """In a sentence that says what was found."""
     with pytest.raises(ConfigError, match=rf"(?s){said}.*HINT"):
         read_profiler([_spoilt(change, tmp_path / "t.json")], "--from")
-
-
-@pytest.mark.parametrize(("name", "is_said"), [("nccl:all_to_all", True), ("gloo:all_reduce", False)])
-def test_nccl_without_kernels_says_that_they_are_missing(name: str, is_said: bool, tmp_path: Path) -> None:
-    """A job on GPUs whose trace has neither kernels nor the machine's GPUs: its operators are not its compute."""
-    device = Device(rank=0, lag=1)
-    for kind, called, begin in (("cpu_op", "aten::mm", 100), ("user_annotation", name, 200), ("user_annotation", "ProfilerStep#1", 0)):
-        device.event(kind, called, begin, 400 - begin, 1)
-    path = device.write(tmp_path / "t.json")
-    path.write_text(path.read_text().replace("deviceProperties", "notThere"))
-    _, notes = read_profiler([path], "--from")
-    assert any("no kernels were recorded" in note for note in notes) is is_said
-
-
-def test_names_that_are_not_known_are_said(tmp_path: Path) -> None:
-    """Two ranks without any communication: perhaps its kernels have names of their own, so the longest are shown."""
-    for rank in range(2):
-        device = Device(rank=rank, lag=1, words=CUDA | {"communication": "my_collective_kernel"})
-        device.run(range(3), seed=rank)
-        device.write(tmp_path / f"{rank}.json")
-    _, notes = read_profiler([tmp_path], "--from")
-    assert any("no name is one of communication" in note and "my_collective_kernel" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -186,38 +156,7 @@ def test_steps_that_a_rank_lacks_are_left_out(tmp_path: Path) -> None:
     assert table["rank"].unique().tolist() == [0, 1]
     assert table["step"].unique().tolist() == [1, 2, 3]
     assert "1 of 4 steps are left out: a rank lacks them, or computes nothing in them" in notes
-    assert "ranks are counted from 0: rank 3 of the job is rank 0 here, rank 5 of the job is rank 1 here" in notes
-
-
-PROFILED = """
-import sys, torch
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
-small, large = torch.ones(64, 64), torch.ones(512, 512)
-cycles = schedule(wait=1, warmup=1, active=4, repeat=2)
-write = tensorboard_trace_handler(sys.argv[1])
-with profile(activities=[ProfilerActivity.CPU], schedule=cycles, on_trace_ready=write) as profiler:
-    for step in range(12):
-        matrix = large if step % 4 == 0 else small
-        (matrix @ matrix).sum().item()
-        profiler.step()
-"""
-
-
-@pytest.mark.slow
-def test_torchs_own_trace_of_a_cpu_is_read(tmp_path: Path) -> None:
-    """Two cycles of four steps: operators count, within the time of their step."""
-    script, traces = tmp_path / "profiled.py", tmp_path / "traces"
-    script.write_text(PROFILED)
-    done = run_python([script, traces], tmp_path)
-    assert done.code == 0, done.out
-    assert len(list(traces.iterdir())) == 2
-    table, notes = read_profiler([traces], "--from")
-    assert table["step"].tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
-    assert "operators of the host" in notes[0]
-    compute_s = dict(zip(table["step"], table["compute_s"], strict=True))
-    for event in (event for path in traces.iterdir() for event in json.loads(path.read_text())["traceEvents"]):
-        if str(event.get("name", "")).startswith("ProfilerStep"):
-            assert 0 < 1e6 * compute_s[int(event["name"].partition("#")[2])] <= event["dur"]
+    assert "ranks 3, 5 of the job are counted from 0 here" in notes
 
 
 def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
@@ -233,15 +172,7 @@ def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
     fit = fit_source(tmp_path)
     assert fit.entries == ()
     assert fit.base == fit.median == 1_000_000
-    assert any("1 ms (1 to 1) of compute a step" in text for text in fit.statements)
-
-
-def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than the bound is held."""
-    monkeypatch.setattr(profiler_traces, "MOST_BYTES", 2**20)
-    (tmp_path / "t.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 2**22))
-    with pytest.raises(ConfigError, match="larger than 1 MiB"):
-        compute_times(tmp_path / "t.json.gz")
+    assert any("1 ms of compute" in text for text in fit.statements)
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.data"])
@@ -254,17 +185,10 @@ def test_tables_are_read_as_pandas_reads_them(name: str, text: str, tmp_path: Pa
     assert notes == ()
 
 
-def test_a_grouped_frame_is_read(tmp_path: Path) -> None:
-    """Parquet with ranks and steps in its index, as ``groupby`` leaves them."""
-    frame = pd.DataFrame({"rank": [0, 0, 1, 1], "step": [1, 2, 1, 2], "compute_s": [1.0, 2.0, 3.0, 4.0]})
-    frame.groupby(["rank", "step"]).sum().to_parquet(tmp_path / "t.parquet")
-    assert compute_times(tmp_path / "t.parquet")[0].tolist() == [[1, 2], [3, 4]]
-
-
 def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
-    """A folder without a trace says what it holds; two tables are not one; a trace is not replayed, and the command is named."""
+    """A folder without a trace; two tables are not one; a trace is not replayed, and the command is named."""
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(ConfigError, match=r"has no trace of torch.profiler.*1 file, such as notes.txt"):
+    with pytest.raises(ConfigError, match=r"has no trace of torch.profiler"):
         compute_times(tmp_path)
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("rank,step,compute_s\n0,1,1\n")

@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "YAML file": lambda: b"nodes: 2\ngpus: 16\n",
     "log of NCCL_DEBUG": lambda: b"starts\nnode-a:17:17 [0] NCCL INFO Bootstrap : Using eth0\n",
     "nccl-tests, without a row": lambda: b"# nThread 1 nGpus 8 minBytes 8 maxBytes 8 step: 2(factor)\n# Using devices\n",
-    "another OSU benchmark": lambda: b"# OSU MPI Bandwidth Test v7.4\n# Size      Bandwidth (MB/s)\n1      2.3\n",
+    "an OSU benchmark": lambda: b"# OSU MPI Bandwidth Test v7.4\n# Size      Bandwidth (MB/s)\n1      2.3\n",
 }
 TABLES = (b"seconds\n0.1\n", b",nodes, seconds\n0,2,0.1\n", b"# a table\ncluster.nodes;seconds\n2;0,1\n", b"words of a text\n")
 

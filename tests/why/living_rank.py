@@ -6,7 +6,6 @@ import itertools
 import json
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from fleetbench.config import encode
 from fleetbench.why.buckets import buckets_of
 from fleetbench.why.change import DdpChange
-from real.why.kept_state import KeptState
 from real.why.readiness import ReadinessClock
 from real.why.settings import LivingDdp
 
@@ -104,28 +102,6 @@ def changes() -> dict[str, Any]:
     return {"plain": losses[0], "changed": losses[1]}
 
 
-def kept() -> dict[str, Any]:
-    """By optimizer, what follows some steps of each rank's own that were taken back, and what follows without them; and its state."""
-    found = {}
-    for name, make in {"momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9), "AdamW": torch.optim.AdamW}.items():
-        losses = []
-        for has_own in (False, True):
-            model = DistributedDataParallel(Net())
-            optimizer = make(model.parameters())
-            step(model, optimizer, 0)
-            if has_own:
-                state = KeptState([model])
-                assert state.nbytes >= sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-                state.keep()
-                with model.no_sync():
-                    own = [step(model, optimizer, number) for number in range(20, 24)]
-                state.restore()
-            losses.append([step(model, optimizer, number) for number in range(1, 5)])
-        states = [each.double().sum().item() for state in optimizer.state.values() for each in state.values()]
-        found[name] = {"without": losses[0], "with": losses[1], "own": own, "state": states}
-    return {"kept": found}
-
-
 class Within(Net):
     """Backward and update come within the forward, as in Lightning's manual optimization."""
 
@@ -147,7 +123,7 @@ def within() -> dict[str, Any]:
             clock.step_ends()
     found = clock.found()
     assert found is not None
-    return {"within_ns": [found.forward_ns, found.backward_ns]}
+    return {"within_ns": [max(found.ready_ns)]}
 
 
 def main() -> None:
@@ -156,7 +132,7 @@ def main() -> None:
     store = dist.FileStore(sys.argv[3], ranks)  # type: ignore[attr-defined]  # as torch's own tests
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    found = {"buckets": buckets(), **changes(), **within(), **kept()}
+    found = {"buckets": buckets(), **changes(), **within()}
     np.savez(sys.argv[4], found=json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -6,10 +6,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TextIO
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,8 +25,6 @@ else:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
 torch.manual_seed(0)
 torch.set_num_threads(1)
-if kind == "crowded":
-    psutil.virtual_memory = lambda: SimpleNamespace(available=100_000)
 
 
 class Net(nn.Module):
@@ -54,10 +50,6 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-if kind == "library":
-    from pretend.fitting import fit
-
-    fit(Net(), batch)
 if kind == "fleet":
     fleet.init()
 if kind in ("none", "fleet"):
@@ -68,7 +60,6 @@ elif kind == "unused":
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
 else:
     model = DistributedDataParallel(Net())
-second = DistributedDataParallel(nn.Linear(64, 64_000)) if kind == "two" else None
 optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 if kind == "evaluates":
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -84,9 +75,6 @@ def train(losses: TextIO) -> None:
             time.sleep(1000)
         loss = model(batch(step)).square().mean()
         loss.backward()
-        if second is not None:
-            second(batch(step)[:2]).square().mean().backward()
-            second.zero_grad()
         if kind == "updates":  # by hand
             continue
         scaler.step(optimizer)

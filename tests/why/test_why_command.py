@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +11,6 @@ import pytest
 from profiled_devices import Device
 
 from fleetbench.cli.main import main
-from fleetbench.report.why import changes_since
 from real.processes.place import make_folder
 
 SCRIPT = str(Path(__file__).with_name("looked_at.py"))
@@ -54,7 +50,6 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
     first = answer["causes"][0]  # type: ignore[index]  # a list
     assert first["name"] == cause
     assert remedy in first["remedy"]
-    assert (answer["alone_s"] is None) == (kind == "fleet")
     parts = answer["parts"]
     assert sum(part["seconds"] for part in parts) == pytest.approx(answer["step_s"], rel=0.01)  # type: ignore[attr-defined]  # as above
     folder = Path(str(answer["folder"]))
@@ -68,22 +63,6 @@ def test_a_planted_fault_is_the_first_cause(kind: str, cause: str, remedy: str, 
         file.unlink()
     assert main(["launch", "--nproc", "2", SCRIPT, str(tmp_path), kind, "15"]) == 0
     assert [own[:15] for own in seen] == [(tmp_path / f"losses{rank}").read_text(encoding="ascii").split() for rank in (0, 1)]
-
-
-@pytest.mark.slow
-def test_a_librarys_loop_is_told_from_its_optimizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a closure does beside forward and backward is no update, and the library's line is named, not the script's call of it."""
-    package = tmp_path / "site-packages" / "pretend"
-    package.mkdir(parents=True)
-    shutil.copy(Path(SCRIPT).with_name("fitting.py"), package)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
-    answer = told(capsys, "--seconds", "8", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "library"))
-    causes = {cause["name"]: cause for cause in answer["causes"]}  # type: ignore[attr-defined]  # a list
-    assert re.search(r"fitting.py:\d+ closure of pretend", causes["the script's own code"]["what"])
-    seconds = {part["what"]: part["seconds"] for part in answer["parts"]}  # type: ignore[attr-defined]  # as above
-    assert seconds["the script's own code"] > 0.01 > seconds.get("optimizer", 0.0)
 
 
 @pytest.mark.slow
@@ -115,14 +94,6 @@ def test_a_script_that_ends_by_itself_is_told_of(tmp_path: Path, capsys: pytest.
     answer = told(capsys, "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "compiled", "40"))
     assert answer["steps"] == 34  # after five of warm-up, and without the last, whose exchange no forward follows
     assert any("ended by itself" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list; a busy host is told of, too
-
-
-@pytest.mark.slow
-def test_without_memory_for_a_copy_each_step_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks have 38 kB of parameters each, and as much momentum: nothing is simulated where 100 kB are free."""
-    answer = told(capsys, "--seconds", "8", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "crowded"))
-    assert answer["alone_s"] is None
-    assert any("memory is too small" in note for note in answer["notes"])  # type: ignore[attr-defined]  # a list
 
 
 @pytest.mark.sample(2)
@@ -193,23 +164,3 @@ def test_what_became_slower(traces: list[str], tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "since then: a step takes 0.803 -> 1.80 ms (+" in said
     assert "+1.00 ms  gradients that the backward does not hide" in said
-
-
-def test_another_rank_that_is_waited_for_is_no_change() -> None:
-    """2 ms of waiting for rank 1 and later for rank 0, in turns or steadily, are 2 ms of waiting; 1 ms more compute is a change."""
-
-    def answer(rank: int, compute_s: float) -> dict[str, object]:
-        shares = [{"kind": "forward", "seconds": compute_s, "rank": None, "period": None}]
-        shares.append({"kind": "loop", "seconds": 0.002, "rank": rank, "period": None})
-        return {"command": "c", "ranks": 2, "step_s": compute_s + 0.002, "shares": shares}
-
-    assert changes_since(answer(0, 0.010), answer(1, 0.010))["parts"] == {}
-    assert changes_since(answer(0, 0.011), answer(1, 0.010))["parts"] == {"compute": pytest.approx(0.001)}
-
-
-@pytest.mark.slow
-def test_the_exchange_of_a_second_model_is_no_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second one's 16 MB travel for longer than its backward computes on two samples."""
-    answer = told(capsys, "--seconds", "12", "--out", str(tmp_path / "runs"), "--", *launch(str(tmp_path), "two"))
-    took = {kind: sum(share["seconds"] for share in answer["shares"] if share["kind"] == kind) for kind in ("gradients", "backward")}  # type: ignore[attr-defined]  # a list
-    assert took["gradients"] > took["backward"]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from fleetbench.config import decode, encode
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.why import interfaces
-from fleetbench.why.gpus import Gpus, gpus_of_host, read_gpus
-from fleetbench.why.interfaces import Host, Interface, Port, bytes_sent, interface_of_connections, shared_interfaces, this_host
+from fleetbench.why.interfaces import Host, Interface, Port, gloo_interface, shared_interfaces, this_host, with_gpus
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -36,8 +30,6 @@ NIC Legend:
   NIC0: mlx5_0
   NIC1: mlx5_1
 """
-ALONE = Gpus(paths={}, adapters={})
-"""A single GPU, without an adapter."""
 NVLINK = """\
 GPU 0: Some GPU (UUID: GPU-1)
 \t Link 0: 25 GB/s
@@ -111,64 +103,29 @@ def test_interfaces_and_ports_are_those_of_sysfs(sysfs: Path) -> None:
     assert not Host(name="a", ports=host.ports[1:]).has_infiniband
 
 
-def test_a_host_can_be_told_as_json(sysfs: Path) -> None:
-    """Each rank tells its own."""
-    host = dataclasses.replace(this_host(sysfs), gpus=read_gpus(TOPOLOGY, NVLINK))
-    assert decode(json.loads(json.dumps(encode(host))), Host, "host") == host
-
-
-def test_this_host_has_its_loopback() -> None:
-    """The real sysfs, whatever else this machine has."""
-    host = this_host()
-    assert host.name == socket.gethostname()
-    assert "127.0.0.1/8" in next(found.addresses for found in host.interfaces if found.name == "lo")
-
-
-def test_gpus_are_connected_as_nvidia_smi_says() -> None:
-    """Pairs by path, adapters by the closest one, and the bandwidth of the GPU with the fewest links."""
-    adapters = {"PXB": 1, "PHB": 1, "SYS": 1}
-    expected = Gpus(paths={"NV6": 1, "SYS": 2}, adapters=adapters, nvlink_bytes_per_s=25e9)
-    assert read_gpus(TOPOLOGY, NVLINK) == expected
-    assert read_gpus("\tGPU0\tCPU Affinity\nGPU0\t X \t0-7\tN/A\n") == ALONE
-    assert read_gpus("No devices were found\n") is None
-
-
-def test_nvidia_smi_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of that name; one that fails is as none."""
+def test_gpus_are_connected_as_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its topology without the legend, and the NVLinks of the GPU with the fewest; a program that fails tells nothing."""
     fake = tmp_path / "nvidia-smi"
+    (tmp_path / "topo").write_text(TOPOLOGY)
+    (tmp_path / "nvlink").write_text(NVLINK)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for program, found in (("printf 'GPU0 CPU\\nGPU0 X 0-7\\n'", ALONE), ("exit 9", None)):
+    for program, is_known in ((f'cat {tmp_path}/"$1"', True), ("exit 9", False)):
         fake.write_text(f"#!/bin/sh\n{program}\n")
         fake.chmod(0o755)
-        assert gpus_of_host() == found
+        found = with_gpus(Host(name="a"))
+        assert found.nvlink == (BitsPerSecond(200 * 10**9) if is_known else None)
+        assert ("GPU0\t X \tNV6" in found.topology, "Legend" in found.topology) == (is_known, False)
 
 
-@pytest.fixture
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a TCP connection over the loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
-        with near, far:
-            yield near, far
-
-
-def test_connections_tell_the_interface_they_use(connection: tuple[socket.socket, socket.socket]) -> None:
-    """By what was sent since: a connection that is idle counts for nothing, and no file stays open."""
-    near, far = connection
-    num = psutil.Process().num_fds()
-    before = bytes_sent()
-    near.sendall(b"x" * 1000)
-    assert far.recv(1000, socket.MSG_WAITALL)
-    assert bytes_sent()["127.0.0.1"] == before["127.0.0.1"] + 1000
-    assert interface_of_connections(before) == "lo"
-    assert psutil.Process().num_fds() == num
-
-
-def test_without_connections_there_is_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a job of NCCL over InfiniBand."""
-    monkeypatch.setattr(interfaces, "bytes_sent", dict)
-    assert interface_of_connections() is None
+def test_gloos_interface_is_that_of_its_variable_or_of_the_hosts_name(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch chooses it; a name that no interface has leads to the loopback."""
+    assert sysfs
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert gloo_interface() == "eth9"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for address, name in (("10.7.0.5", "eth0"), ("192.0.2.1", "lo")):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, address=address: [(0, 0, 0, "", (address, 0))])
+        assert gloo_interface() == name
 
 
 def host(name: str, **addresses: str) -> Host:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -19,11 +18,10 @@ from fleetbench.cluster import Link
 from fleetbench.config import decode, encode
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.why.interfaces import Host, Interface, Port
+from fleetbench.why.interfaces import Host, Interface
 from fleetbench.why.links import AllReduceTime, InterfaceTime, Links, PairTime, remarks_of_links
 from real.testbed.link_shaping import Step
 from real.testbed.network import Network
-from real.why import link_test
 from real.why.link_test import run_with, with_module
 
 RANK = Path(__file__).with_name("links_rank.py")
@@ -39,7 +37,7 @@ def test_two_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
     """Three sizes with right sums, one host, the loopback, and nothing to set."""
     assert found[0]["links"] == found[1]["links"]
     links = decode(found[0]["links"], Links, "links")
-    assert (links.backend, links.ranks, links.host_of_rank, links.interface) == ("gloo", 2, (0, 0), "lo")
+    assert (links.backend, links.ranks, links.interface) == ("gloo", 2, "lo")
     assert [each.size_bytes for each in links.times] == [4096, 65536, 262144]
     for each in links.times:
         assert each.is_correct
@@ -48,12 +46,6 @@ def test_two_ranks_find_the_same(found: list[dict[str, Any]]) -> None:
         assert each.busbw_bytes_per_s == pytest.approx(factor * each.size_bytes / each.median_s)
     assert isinstance(links.fit, Link)
     assert (links.pairs, links.interfaces, remarks_of_links(links)) == ((), (), ())
-
-
-def test_another_group_is_measured_by_itself(found: list[dict[str, Any]]) -> None:
-    """With one size there is a time and no line."""
-    part = decode(found[0]["part"], Links, "links")
-    assert (len(part.times), part.fit, part.ranks) == (1, None, 2)
 
 
 def test_the_test_leaves_nothing_behind(found: list[dict[str, Any]]) -> None:
@@ -151,24 +143,12 @@ def test_a_launcher_that_fails_is_an_error(capfd: pytest.CaptureFixture[str]) ->
     assert "links need two ranks" in capfd.readouterr().err
 
 
-def test_a_rank_that_fails_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its output has been passed on; its log goes with the temporary folder."""
-    monkeypatch.setattr(link_test, "MODULE", "no_such_module")
-    said = list[str]()
-    with pytest.raises(WorkerFailed, match="its output is above") as failed:
-        link_test.run_here(2, said.append)
-    assert str(failed.value).startswith("rank ")
-    if str(failed.value).startswith("rank 0"):  # else it may have been ended before it could write
-        assert any("no_such_module" in line for line in said)
-
-
 def times(bytes_per_s: float, *, is_correct: bool = True) -> tuple[AllReduceTime, ...]:
     """One all-reduce of 1 MB."""
     one = AllReduceTime(
         size_bytes=10**6,
         median_s=1e6 / bytes_per_s,
         num=3,
-        algbw_bytes_per_s=bytes_per_s,
         busbw_bytes_per_s=bytes_per_s,
         is_correct=is_correct,
     )
@@ -182,7 +162,7 @@ def links_of(*names: str, speed: float | None = None, bytes_per_s: float = 1e9, 
     ports = fields.pop("ports", ())
     given = {"backend": "gloo", "interface": "eth0", "times": times(bytes_per_s)} | fields
     hosts = tuple(Host(name=name, interfaces=interface, ports=ports) for name in names)
-    return Links(ranks=len(names), hosts=hosts, host_of_rank=tuple(range(len(names))), **given)
+    return Links(ranks=len(names), hosts=hosts, **given)
 
 
 def test_an_interface_that_is_little_faster_is_no_remedy() -> None:
@@ -201,10 +181,7 @@ def test_a_host_with_slow_links_is_named() -> None:
 
     def pairs(*speeds: float) -> tuple[PairTime, ...]:
         num = len(speeds)
-        return tuple(
-            PairTime(hosts=(host, (host + 1) % num), size_bytes=4, median_s=4 / speed, bytes_per_s=speed)
-            for host, speed in enumerate(speeds)
-        )
+        return tuple(PairTime(hosts=(host, (host + 1) % num), bytes_per_s=speed) for host, speed in enumerate(speeds))
 
     names = ("a", "b", "c", "d", "e")
     (remark,) = remarks_of_links(links_of(*names, pairs=pairs(9e8, 3e8, 3e8, 1e9, 1e9)))
@@ -226,18 +203,7 @@ def test_less_than_the_hardware_should_carry_is_said() -> None:
         assert remarks_of_links(fine) == ()
 
 
-def test_a_wrong_sum_and_a_port_that_is_down_are_said() -> None:
-    """A sum first, whatever else; a port that is down on one host; those that nobody uses are down on all."""
+def test_a_wrong_sum_is_said() -> None:
+    """First, whatever else."""
     (remark,) = remarks_of_links(links_of("a", "b", times=times(1e9, is_correct=False)))
     assert "wrong sum" in remark.what
-    down, up = (Port(name="mlx5_2:1", link_layer="InfiniBand", state=state) for state in ("DOWN", "ACTIVE"))
-    fine = links_of("a", "b", ports=(up, Port(name="mlx5_3:1", link_layer="Ethernet", state="DOWN")))
-    assert remarks_of_links(fine) == ()
-    broken = dataclasses.replace(fine, hosts=(fine.hosts[0], Host(name="b", ports=(down,))))
-    (remark,) = remarks_of_links(broken)
-    assert "mlx5_2:1 of b is DOWN" in remark.what
-
-
-def test_hosts_of_one_name_are_told_apart() -> None:
-    """Network namespaces of one machine have its name."""
-    assert links_of("a", "b", "a").host_names == ("a (10.0.0.1)", "b", "a (10.0.0.1)")

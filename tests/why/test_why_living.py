@@ -29,16 +29,6 @@ def test_changes_of_settings_leave_training_as_it_is(found: list[dict[str, Any]]
         assert rank["changed"] == rank["plain"]
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
-def test_steps_of_one_rank_alone_are_taken_back(optimizer: str, found: list[dict[str, Any]]) -> None:
-    """Training goes on to the bit as if they had not been, and the optimizers of both ranks have one state."""
-    first, second = (rank["kept"][optimizer] for rank in found)
-    assert first["own"] != second["own"]
-    assert first["with"] == first["without"]
-    assert second["with"] == second["without"]
-    assert first["state"] == second["state"] != []
-
-
 def test_a_backward_within_the_forward_ends_it(found: list[dict[str, Any]]) -> None:
     """What comes after it in the forward, such as the update, is neither."""
     for rank in found:

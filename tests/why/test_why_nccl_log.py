@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -84,21 +83,13 @@ def test_p2p_that_is_off_is_to_be_switched_on(variable: str, value: str) -> None
     assert what_to_do(found) == ["unset NCCL_P2P_DISABLE NCCL_P2P_LEVEL"]
 
 
-def test_shared_memory_without_a_variable_is_the_topologys() -> None:
-    """Some connections go through the host because GPUs are far apart."""
-    found = read(*IB, *channels("via SHM/direct/direct", 1), *channels("via P2P/IPC", 3), COUNTS)
-    (remark,) = remarks(found, 1, has_infiniband=True)
-    assert "2 of 8 connections" in remark.what
-    assert "NCCL_P2P_LEVEL=SYS" in remark.remedy
-
-
 def test_sockets_are_a_loss_where_there_is_infiniband() -> None:
     """Named is the variable that the log shows, or else how a container sees adapters."""
     lines = (*SOCKET, *channels("[receive] via NET/Socket/0"), *channels("via P2P/IPC"), COUNTS)
     found = read(*lines)
     assert (found.network, found.devices) == ("Socket", ("eth7", "eth8"))
     assert "--device=/dev/infiniband" in what_to_do(found)[0]
-    assert what_to_do(found, has_infiniband=False) == what_to_do(found, nodes=1)[1:] == []
+    assert what_to_do(found, has_infiniband=False) == what_to_do(found, nodes=1) == []
     for variable, value in (("NCCL_IB_DISABLE", "1."), ("NCCL_NET", "Socket"), ("NCCL_IB_HCA", "mlx5_9")):
         assert what_to_do(read(f"{variable} set by environment to {value}", *lines)) == [f"unset {variable}"]
     allowed = read("NCCL_IB_DISABLE set by environment to 0.", *lines)
@@ -133,43 +124,3 @@ def test_one_channel_is_a_loss() -> None:
     limited = read("NCCL_MAX_NCHANNELS set by environment to 1.", one)
     assert what_to_do(limited) == ["unset NCCL_MAX_NCHANNELS"]
     assert read(one, one.replace("1 coll", "8 coll")).channels == (1, 8)
-
-
-def test_a_plugins_network_is_named_and_no_loss() -> None:
-    """A plugin's name may have a space, and its devices are its own."""
-    said = ("NET/OFI Selected provider is efa", "Using network AWS Libfabric")
-    found = read(*said, *channels("[send] via NET/AWS Libfabric/3/GDRDMA"))
-    assert (found.network, found.devices) == ("AWS Libfabric", ())
-    assert found.connections == {"NET/AWS Libfabric/GDRDMA": 4}
-    assert what_to_do(found) == []
-
-
-def test_the_network_inside_a_node_is_a_loss() -> None:
-    """Shared memory is off, or containers hide that they are on one host."""
-    inside = (*SOCKET, *channels("[send] via NET/Socket/0"))
-    assert "--ipc=host" in what_to_do(read(*inside), nodes=1)[0]
-    without = read("NCCL_SHM_DISABLE set by environment to 1.", *inside)
-    assert what_to_do(without, nodes=1) == ["unset NCCL_SHM_DISABLE"]
-
-
-def test_a_forced_algorithm_is_named() -> None:
-    """NCCL chooses by size, and a variable takes that from it."""
-    found = read("NCCL_ALGO set by environment to Ring", "NCCL_DEBUG set by environment to INFO", *RIGHT)
-    assert found.environment == {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO"}
-    assert what_to_do(found) == ["unset NCCL_ALGO"]
-
-
-@pytest.mark.parametrize(
-    ("via", "kind"),
-    [
-        ("via P2P/direct pointer/read", "P2P/direct pointer"),
-        ("via P2P/indirect/3[3]/read", "P2P/indirect"),
-        ("via SHM/direct", "SHM"),
-        ("[send] via NET/IBext_v8/0", "NET/IBext_v8"),
-        ("[receive] via NET/FasTrak/2/GDRDMA", "NET/FasTrak/GDRDMA"),
-    ],
-)
-def test_a_channels_transport_is_named_without_its_numbers(via: str, kind: str) -> None:
-    """Versions differ in what follows the transport, and in whether an index follows the channel's."""
-    lines = itertools.chain(channels(via, 3), ["Channel 03 : 0[0] -> 1[1] " + via])
-    assert read(*lines).connections == {kind: 8}

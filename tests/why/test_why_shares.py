@@ -52,7 +52,6 @@ class Rank:
             rank=self.rank,
             host="a",
             device="cpu",
-            backend="gloo",
             threads=1,
             sets_threads=False,
             cores=2,
@@ -139,20 +138,6 @@ def test_what_comes_now_and_then_is_told_apart() -> None:
     waited = next(each for each in found.shares if each.kind == "save")
     assert (waited.rank, waited.period) == (0, 10)
     assert 1e3 * waited.seconds == pytest.approx(20.0)
-
-
-def test_code_of_the_loop_that_comes_now_and_then_is_told_apart() -> None:
-    """The loop's own code that takes long in each eighth step, on all ranks, is periodic, and nobody is waited for."""
-    ranks = [Rank(0), Rank(1)]
-    for step in range(41):
-        for rank in ranks:
-            rank.does("loop", 1.0 + (80.0 if step % 8 == 0 else 0.0))
-            rank.does("forward", 10.0)
-            rank.backward(20.0, rank.now + 25.0)
-            rank.ends_step()
-    found = shares_of([rank.log() for rank in ranks])
-    assert seconds(found, "loop", periodic=True) == pytest.approx(10.0)
-    assert next(each.period for each in found.shares if each.period is not None) == 8
 
 
 def test_a_broadcast_is_waited_for_until_the_last_rank_is_there() -> None:

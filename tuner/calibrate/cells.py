@@ -77,7 +77,7 @@ def read_cells(path: str | Path, say: Callable[[str], None] = lambda _: None) ->
     benchmark's output. Raises ``ConfigError`` with the line that cannot be read, or with the kind that another
     file seems to be.
     """
-    hint = "name a CSV file with a column `seconds`, or the output of nccl-tests or osu_allreduce"
+    hint = "name a CSV file with a column `seconds`, or the output of nccl-tests"
     data = read_file(path, hint)
     text = text_of(data)
     found = None if text is None else all_reduces(text, str(path), say)

@@ -32,7 +32,7 @@ _UNEVEN = 1.1
 """Ratio of two batch sizes above which they count as uneven."""
 _LEAST_CODE = 0.1
 """Smallest share of a step at which the script's own code is a cause."""
-_DOING: dict[Kind, str] = {
+DOING: dict[Kind, str] = {
     "input": "waits for its batches",
     "forward": "computes its forward",
     "backward": "computes its backward",
@@ -121,8 +121,8 @@ class Seen:
     """Records of all ranks."""
     shares: Shares
     """Shares of a step."""
-    alone: Readiness | None = None
-    """Readiness of gradients without an exchange; None if not measured."""
+    ready: Readiness | None = None
+    """Readiness of gradients; None if not measured."""
     links: Links | None = None
     """Measured links; None if not measured."""
     transports: Transports | None = None
@@ -202,7 +202,7 @@ def _slow_rank(seen: Seen, rank: int, waits: tuple[Share, ...]) -> Cause:
     """Return the cause of waits for the slow rank ``rank``; ``waits`` are their shares, the longest first."""
     kind, log, others = waits[0].kind, seen.logs[rank], [log for log in seen.logs if log.rank != rank]
     own_s, other_s = _own_s(log, kind), statistics.fmean(_own_s(other, kind) for other in others)
-    what = f"rank {rank} {_DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
+    what = f"rank {rank} {DOING[kind]} for {milliseconds(own_s)} ms per step, the others for {milliseconds(other_s)} ms"
     ratio = _batch(log) / max(1.0, statistics.fmean(map(_batch, others)))
     if kind in (*COMPUTE, "loop") and ratio > _UNEVEN:
         what += f"; its batches are {ratio:.2g} times as large"
@@ -228,7 +228,7 @@ def _more_workers(seen: Seen, rank: int) -> str:
     if log.loader is None:
         return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
     free = log.cores - sum(other.cpu_cores for other in seen.logs if other.host == log.host)
-    if free < 0.5 and (log.loader.cpu_share > 0.5 or log.loader.num_workers):
+    if free < 0.5 and log.loader.num_workers:
         return "no core is free for more loader processes: make batches cheaper, or in advance"
     waits_s = _own_s(log, "input")
     num = 2 * log.loader.num_workers or math.ceil(waits_s / max(1e-9, seen.shares.step_s - waits_s))
@@ -238,10 +238,9 @@ def _more_workers(seen: Seen, rank: int) -> str:
 def _network(seen: Seen) -> Iterator[Cause]:
     if len(seen.logs) == 1:
         return
-    own_s, num, model, backwards = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model, _backwards(seen)
+    own_s, num, model = seen.shares.of("gradients"), len(seen.model.bucket_nbytes), seen.model
     units = counted(num, "unit" if model.gathered_nbytes else "bucket")
-    often = f" in each of {backwards} backwards" if backwards > 1 else ""
-    told = [f"{size(model.nbytes)} of gradients in {units}{often}, of which the backward does not hide {milliseconds(own_s)} ms"]
+    told = [f"{size(model.nbytes)} of gradients in {units}, of which the backward does not hide {milliseconds(own_s)} ms"]
     if model.gathered_nbytes:
         told[0] += f", and {size(model.gathered_nbytes)} of parameters, which are gathered for {milliseconds(seen.shares.of('gathers'))} ms"
     remarks, faster = list[Remark](), None
@@ -262,17 +261,13 @@ def _network(seen: Seen) -> Iterator[Cause]:
     )
 
 
-def _backwards(seen: Seen) -> int:
-    """Return the median number of backwards per step in which DDP exchanges gradients."""
-    if seen.model.gathered_nbytes or seen.logs[0].num_models > 1:
-        return 1
-    return round(statistics.median(sum(one.kind == "gradients" for one in step[0].meetings) for step in steps_of(seen.logs)))
-
-
 def _accumulation(seen: Seen) -> Iterator[Cause]:
     """Yield exchanges of accumulated gradients, of which only the last of a step is needed."""
-    num, shares = _backwards(seen), seen.shares.part("gradients")
-    if num > 1:
+    shares, num = (
+        seen.shares.part("gradients"),
+        round(statistics.median(sum(one.kind == "gradients" for one in step[0].meetings) for step in steps_of(seen.logs))),
+    )
+    if num > 1 and seen.logs[0].num_models == 1 and not seen.model.gathered_nbytes:
         yield Cause(
             name="an exchange in each backward",
             what=f"each of the {num} backwards of a step exchanges {size(seen.model.nbytes)} of gradients, and only the last needs to",
@@ -316,9 +311,9 @@ def _unused(seen: Seen) -> Iterator[Cause]:
         return
     shares, what = seen.shares.part("unused"), "DDP looks for unused parameters in each step, and exchanges what it found"
     remedy, change = "", None
-    if seen.alone is not None and seen.alone.unused:
-        what += f"; {counted(len(seen.alone.unused), 'parameter')} got no gradient in some step"
-    elif seen.alone is not None:
+    if seen.ready is not None and seen.ready.unused:
+        what += f"; {counted(len(seen.ready.unused), 'parameter')} got no gradient in some step"
+    elif seen.ready is not None:
         what += "; each parameter got a gradient in each step"
         remedy, change = "DistributedDataParallel(..., find_unused_parameters=False)", DdpChange(find_unused_parameters=False)
     if remedy or total_s(shares) >= LEAST_SHARE * seen.shares.step_s:
@@ -335,7 +330,7 @@ def _seldom(seen: Seen) -> Iterator[Cause]:
         actor = "each rank" if rank is None else f"rank {rank}"
         often = "one of the steps" if period >= seen.shares.num_steps else f"every {period} steps"
         line = _line(seen.logs[rank or 0], kind, rare=True)
-        what = f"{actor} {_DOING[kind]} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
+        what = f"{actor} {DOING[kind]} for {milliseconds(once_s)} ms in {often}" + (f", in {line}" if line else "")
         remedy = {
             "save": "save less often, or beside the training: torch.distributed.checkpoint.async_save",
             "evaluate": "evaluate less often, or on fewer batches",
@@ -355,7 +350,7 @@ def _loop(seen: Seen) -> Iterator[Cause]:
         yield Cause(name="the script's own code", what=what + _mostly(_line(seen.logs[0], "loop")), shares=code)
     line = _line(seen.logs[0], "collective")
     what = f"its calls of torch.distributed take {milliseconds(total_s(calls))} ms per step{_mostly(line)}"
-    remedy = "" if " of " in line else "average it over steps, or exchange it seldom"  # " of " marks a library's line
+    remedy = "average it over steps, or exchange it seldom"
     yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy, is_bound=True)
 
 

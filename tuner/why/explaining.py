@@ -31,10 +31,8 @@ from tuner.why.trials import try_change
 
 _STEPS, _WATCHED = 400, 0.2
 """Largest number of observed steps, and approximate share of ``seconds`` spent on observing them."""
-_ALONE, _ALONE_S = 100, 3.0
-"""Largest number of steps without an exchange, and approximate seconds for them."""
-_LONGEST_ALONE = 1.1
-"""Ratio of compute without an exchange to a step with one, above which the measurement was disturbed."""
+_READY, _READY_S = 100, 3.0
+"""Largest number of steps in which the readiness of gradients is observed, and approximate seconds for them."""
 _TRACED = 6
 """Number of steps that torch.profiler records."""
 _WARMUP = 5
@@ -44,8 +42,6 @@ _CAPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Bucket caps that are simulated, in MiB."""
 _GAIN = 0.02
 """Smallest gain, as a share of a step, for which a remedy is recommended."""
-_GAIN_OF_ROUNDING = 0.1
-"""Smallest gain, as a share of a step, for which a remedy that rounds gradients is recommended."""
 _HIDDEN = 0.4
 """Share of the exposed exchange that other buckets must hide to be the remedy, instead of the network."""
 _TRIES = 3
@@ -85,14 +81,12 @@ def explain(
         if traced is not None:
             seen = replace(seen, shares=traced.shares)
             notes += traced.shares.notes
-        elif not (
-            job.is_over or logs[0].scales_loss or logs[0].wrapper == "fleet" or seen.model.gathered_nbytes
-        ):  # a skipped step may affect one rank only
-            seen = replace(seen, alone=_alone(job, seen.shares.step_s, notes, tell))
+        elif not (job.is_over or logs[0].wrapper == "fleet" or seen.model.gathered_nbytes):
+            seen = replace(seen, ready=_readiness(job, tell))
         if job.is_over:
             notes.append("the script ended by itself, so that not all was measured, and no remedy was tried")
         simulated = simulated_of(seen) if traced is None else None
-        if simulated is None and seen.alone is not None:
+        if simulated is None and seen.ready is not None:
             notes.append(f"no remedy is simulated: the simulator misses the time of this step by more than {100 * LARGEST_ERROR:.0f} %")
         causes = [_simulate(cause, seen, simulated) for cause in causes_of(seen)] if traced is None else list(causes_of_traces(traced))
         causes += _better_buckets(seen, simulated)
@@ -106,10 +100,8 @@ def explain(
         hosts=len({log.host for log in logs}) if seen.links is None else len(seen.links.hosts),
         device=logs[0].device,
         shares=seen.shares,
-        alone_s=None if seen.alone is None else (seen.alone.forward_ns + seen.alone.backward_ns) * 1e-9 + seen.shares.of("optimizer"),
         causes=tuple(ranked(causes, seen.shares.step_s)),
         all_s=_all_s(causes, seen, simulated),
-        foreign_cores=load.cores,
         seconds=time.monotonic() - began,
         step=tuple(drawn(logs)),
         notes=tuple(notes),
@@ -139,24 +131,13 @@ def _notes(log: RankLog, foreign_cores: float | None) -> Iterator[str]:
         yield f"other programs computed on {foreign_cores:.2g} cores meanwhile: look again when this host is quiet"
 
 
-def _alone(job: LookedAt, step_s: float, notes: list[str], tell: Progress) -> Readiness | None:
-    """Return a typical rank's compute in steps without an exchange, with all ranks' unused parameters.
-
-    Return None if the script ends, if nothing was observed, or if compute takes more than 1.1 of a step.
-    """
-    parts = job.look(Look(what="alone", steps=_ALONE, warmup_steps=2, max_s=_ALONE_S), lambda *at: tell("alone", *at))
-    if job.is_over:
+def _readiness(job: LookedAt, tell: Progress) -> Readiness | None:
+    """Return a typical rank's readiness, with all ranks' unused parameters; None if the script ends, or without gradients."""
+    parts = job.look(Look(what="ready", steps=_READY, warmup_steps=2, max_s=_READY_S), lambda *at: tell("gradients", *at))
+    if job.is_over or any(part["ready"] is None for part in parts):
         return None
-    if any(part["alone"] is None for part in parts):
-        notes.append(
-            "nothing is simulated: steps without an exchange show no gradient, or memory is too small to keep the model beside them"
-        )
-        return None
-    found = [decode(part["alone"], Readiness, "alone") for part in parts]
-    typical = sorted(found, key=lambda own: own.forward_ns + own.backward_ns)[(len(found) - 1) // 2]  # not a slow rank
-    if (typical.forward_ns + typical.backward_ns) * 1e-9 > _LONGEST_ALONE * step_s:
-        notes.append("steps without an exchange took longer than steps with one, probably beside other programs: nothing is simulated")
-        return None
+    found = [decode(part["ready"], Readiness, "ready") for part in parts]
+    typical = sorted(found, key=lambda own: max(own.ready_ns))[(len(found) - 1) // 2]  # not a slow rank
     return replace(typical, unused=tuple(sorted({name for each in found for name in each.unused})))
 
 
@@ -212,22 +193,12 @@ def _better_buckets(seen: Seen, simulated: Simulated | Additive | None) -> Itera
 
 
 def _network(causes: Sequence[Cause], seen: Seen, simulated: Simulated | Additive | None) -> list[Cause]:
-    """Add the step time without the network to its cause, unless it has a remedy, or other buckets hide much.
-
-    If 16-bit gradients gain a tenth of a step, they are the remedy, and the step time is theirs.
-    """
+    """Add the step time without the network to its cause, unless it has a remedy, or other buckets hide much."""
     step_s, exposed_s = seen.shares.step_s, seen.shares.of("gradients", "gathers")
     hidden_s = max((step_s - cause.simulated_s for cause in causes if cause.name == BUCKETS and cause.simulated_s is not None), default=0.0)
     if simulated is None or hidden_s >= _HIDDEN * exposed_s:
         return list(causes)
-    halved_s = step_s if isinstance(simulated, Additive) else simulated.step_s((), wire=0.5)
-    named: dict[str, str] = {}
-    if not seen.model.comm_hook and seen.model.dtype == "float32" and halved_s < (1 - _GAIN_OF_ROUNDING) * step_s:
-        hook = "bf16_compress_hook" if seen.logs[0].backend == "nccl" else "fp16_compress_hook"
-        named["remedy"] = f"model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{hook})"
-        named["trains_differently"] = "gradients travel in 16 bits"
-    after_s = halved_s if named else step_s - exposed_s
-    return [replace(c, simulated_s=after_s, **named) if c.name == NETWORK and not c.remedy else c for c in causes]  # type: ignore[arg-type]  # fields of text
+    return [replace(c, simulated_s=step_s - exposed_s) if c.name == NETWORK and not c.remedy else c for c in causes]
 
 
 def _try(job: LookedAt, causes: Sequence[Cause], seen: Seen, deadline_s: float, notes: list[str], tell: Progress) -> Iterator[Cause]:

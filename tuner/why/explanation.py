@@ -20,14 +20,10 @@ class Explanation:
     """Type of the ranks' device, such as ``cpu``."""
     shares: Shares
     """Shares of a step."""
-    alone_s: float | None
-    """Seconds per step of one rank's compute without any exchange; None if not measured."""
     causes: tuple[Cause, ...]
     """Causes of the step time, the largest gain first."""
     all_s: float | None
     """Seconds per step with all remedies that do not change training; None if none of them gains."""
-    foreign_cores: float | None
-    """Number of this host's cores that other programs used during the observation."""
     seconds: float
     """Seconds that the explanation took, from the command's start."""
     step: tuple[tuple[int, str, float, float], ...] = ()
@@ -36,6 +32,6 @@ class Explanation:
     """Notes about the observation and the trials."""
 
     @property
-    def efficiency(self) -> float | None:
-        """Throughput as a share of the throughput if only compute took time; None if ``alone_s`` is None."""
-        return None if self.alone_s is None else min(1.0, self.alone_s / self.shares.step_s)
+    def efficiency(self) -> float:
+        """Throughput as a share of the throughput if only compute took time."""
+        return self.shares.compute_s / self.shares.step_s

@@ -31,12 +31,14 @@ class Simulated:
 
     A step consists of what the simulator executes (compute, buckets, buffers, a slow rank, the loop's own
     work) and of what the simulator does not: occasional work, the script's own collectives, waits for a
-    slowest rank that changes from step to step. Compute takes as long as in observed steps, which exchange;
-    gradients are ready at the same fractions of it as without an exchange.
+    slowest rank that changes from step to step. Compute takes as long as in observed steps.
     """
 
-    def __init__(self, seen: Seen, alone: Readiness, links: Links) -> None:
-        self._seen, self._alone, self._links, self._model = seen, _beside(alone, seen), links, seen.model
+    def __init__(self, seen: Seen, ready: Readiness, links: Links) -> None:
+        self._seen, self._links, self._model = seen, links, seen.model
+        self._compute_ns = round(1e9 * seen.shares.of("forward", "backward"))
+        faster = min(1.0, self._compute_ns / max(1, *ready.ready_ns))
+        self._ready = replace(ready, ready_ns=tuple(round(faster * ns) for ns in ready.ready_ns))
         self._steady = seen.shares.steady_rank
         self._today_s = self._total_s(())
 
@@ -45,21 +47,21 @@ class Simulated:
         """Relative error of the simulated unchanged step."""
         return self._today_s / self._seen.shares.step_s - 1.0
 
-    def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
-        """Return seconds per step with these causes' remedies, a bucket cap, and ``wire`` times the bytes."""
-        return max(0.0, self._seen.shares.step_s - self._today_s + self._total_s(causes, cap_mb, wire))
+    def step_s(self, causes: Sequence[Cause], cap_mb: float | None = None) -> float:
+        """Return seconds per step with these causes' remedies, and a bucket cap."""
+        return max(0.0, self._seen.shares.step_s - self._today_s + self._total_s(causes, cap_mb))
 
     def best_cap(self, caps: Sequence[float]) -> tuple[float, float]:
         """Return the bucket cap in MiB with the shortest steps, and their seconds."""
         return min(((cap, self.step_s((), cap)) for cap in caps), key=lambda found: found[1])
 
-    def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None, wire: float = 1.0) -> float:
+    def _total_s(self, causes: Sequence[Cause], cap_mb: float | None = None) -> float:
         spared = {share for cause in causes if cause.spares for share in cause.shares}
         faster = max((cause.interface or 1.0 for cause in causes), default=1.0)
         left = [share for share in self._seen.shares.shares if share not in spared]
         beside = sum(share.seconds for share in left if not self._is_executed(share))
         cap_mb = next((c.change.bucket_cap_mb for c in causes if c.change is not None and c.change.bucket_cap_mb is not None), cap_mb)
-        experiment = self._experiment(left, faster, cap_mb, wire)
+        experiment = self._experiment(left, faster, cap_mb)
         return beside + simulate(experiment, timeline=False, table=False).summary.step_s["mean"]
 
     def _is_executed(self, share: Share) -> bool:
@@ -68,14 +70,17 @@ class Simulated:
             return share.period is None and share.rank == self._steady
         return share.period is None and share.kind not in ("collective", "evaluate", "save")
 
-    def _experiment(self, left: Sequence[Share], faster: float, cap_mb: float | None, wire: float) -> Experiment:
-        alone, seen = self._alone, self._seen
+    def _experiment(self, left: Sequence[Share], faster: float, cap_mb: float | None) -> Experiment:
+        ready, seen = self._ready, self._seen
         cap = self._model.bucket_cap_mb if cap_mb is None else cap_mb
-        buckets = [DdpBucket(round(wire * nbytes), ready_ns) for nbytes, ready_ns in buckets_of(alone, cap)]
+        buckets = buckets_of(ready, cap)
         own = {kind: sum(s.seconds for s in left if s.kind == kind and s.rank is None and s.period is None) for kind in _HOST}
         waited = sum(share.seconds for share in left if share.rank is not None and self._is_executed(share))
-        compute_s = (alone.forward_ns + alone.backward_ns) * 1e-9
-        slow = (SlowRank(ranks=(self._steady,), factor=1.0 + waited / compute_s),) if self._steady is not None and waited > 0 else ()
+        slow = (
+            (SlowRank(ranks=(self._steady,), factor=1.0 + waited * 1e9 / self._compute_ns),)
+            if self._steady is not None and waited > 0
+            else ()
+        )
         broadcasts = any(share.kind == "buffers" for share in left)
         ns = {kind: Nanoseconds(round(seconds * 1e9)) for kind, seconds in own.items()}
         host = HostWork(read=Nanoseconds(ns["input"] + ns["loop"] + ns["unused"]), update=ns["optimizer"])
@@ -83,7 +88,7 @@ class Simulated:
             name="why",
             workload=Workload(
                 model="layers",
-                layers=_layers(alone, buckets, self._model.buffers_nbytes if broadcasts else 0),
+                layers=_layers(self._compute_ns - max(ready.ready_ns), buckets, self._model.buffers_nbytes if broadcasts else 0),
                 host=host,
                 steps=_STEPS,
                 batch_size=1,
@@ -108,34 +113,26 @@ class Additive:
         return self._shares.step_s - total_s(spared) - total_s(exchanges) * (1 - 1 / faster)
 
 
-def _beside(alone: Readiness, seen: Seen) -> Readiness:
-    """Return ``alone`` scaled so that forward and backward take as long as in steps with an exchange."""
-    seen_s, alone_ns = seen.shares.of("forward", "backward"), alone.forward_ns + alone.backward_ns
-    slower = seen_s * 1e9 / alone_ns if seen_s and alone_ns else 1.0
-    forward_ns, backward_ns, *ready_ns = (round(slower * ns) for ns in (alone.forward_ns, alone.backward_ns, *alone.ready_ns))
-    return replace(alone, forward_ns=forward_ns, backward_ns=backward_ns, ready_ns=tuple(ready_ns))
-
-
 _HOST = ("input", "loop", "unused", "optimizer")
 
 
-def _layers(alone: Readiness, buckets: Sequence[DdpBucket], buffers_nbytes: int) -> tuple[LayerSpec, ...]:
+def _layers(forward_ns: int, buckets: Sequence[DdpBucket], buffers_nbytes: int) -> tuple[LayerSpec, ...]:
     """Return one layer per bucket; the layer's backward ends when the bucket is ready.
 
     The bucket that is ready first belongs to the last layer.
     """
-    ready, layers = 0, []
+    before_ns, layers = 0, []
     for number, bucket in enumerate(buckets):
         layers.append(
             LayerSpec(
                 name=f"bucket{number}",
                 params=max(1, bucket.nbytes // DTYPE_BYTES["float32"]),
-                forward=Nanoseconds(alone.forward_ns // len(buckets)),
-                backward=Nanoseconds(max(0, bucket.ready_ns - ready)),
+                forward=Nanoseconds(forward_ns // len(buckets)),
+                backward=Nanoseconds(max(0, bucket.ready_ns - before_ns)),
                 buffers=Bytes(0 if number else buffers_nbytes),
             )
         )
-        ready = max(ready, bucket.ready_ns)
+        before_ns = max(before_ns, bucket.ready_ns)
     return tuple(reversed(layers))
 
 
@@ -166,10 +163,10 @@ def simulated_of(seen: Seen) -> Simulated | Additive | None:
     """
     if seen.model.gathered_nbytes:
         return Additive(seen)
-    if seen.alone is None or seen.links is None or not seen.alone.names:
+    if seen.ready is None or seen.links is None or not seen.ready.names:
         return None
     try:
-        found = Simulated(seen, seen.alone, seen.links)
+        found = Simulated(seen, seen.ready, seen.links)
     except ConfigError:  # such as times of zero
         return None
     return found if abs(found.error) <= LARGEST_ERROR else None

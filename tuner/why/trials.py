@@ -11,11 +11,9 @@ from real.why.look import Look
 from tuner.sequential import paired_speedup
 from tuner.why.causes import Tried
 
-_PAIRS, _MOST_PAIRS = 6, 12
-"""Number of pairs, and the number if six do not tell whether the remedy helps."""
+_PAIRS = 6
 _LEAST_PAIRS = 4
-_CONFIDENCE = 0.95
-"""Confidence of the interval at each of at most two looks, so that both hold in 90 % of trials."""
+_CONFIDENCE = 0.9
 _LEG_S, _LEAST_STEPS, _MOST_STEPS = 0.7, 8, 200
 _WARMUP = 3
 """Number of warm-up steps per leg. DDP arranges its buckets after the first one."""
@@ -24,13 +22,11 @@ _WARMUP = 3
 def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: float) -> Tried | None:
     """Run legs without and with the change, A B B A A B ..., until there are six pairs, or no time for another.
 
-    If six do not tell whether it helps, up to twelve run. ``deadline_s`` is by ``time.monotonic``. Return None with
-    fewer than four pairs.
+    ``deadline_s`` is by ``time.monotonic``. Return None with fewer than four pairs.
     """
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(_LEG_S / step_s)))
     found: list[tuple[float, float]] = []
-    is_open = False
-    while len(found) < (_MOST_PAIRS if is_open else _PAIRS):
+    while len(found) < _PAIRS:
         began = time.monotonic()
         order = (DdpChange(), change) if len(found) % 2 == 0 else (change, DdpChange())
         legs = {}
@@ -40,17 +36,9 @@ def try_change(job: LookedAt, change: DdpChange, step_s: float, deadline_s: floa
                 return _tried(found)
             legs[one] = statistics.fmean(part["step_s"] for part in parts)
         found.append((legs[DdpChange()], legs[change]))
-        if len(found) == _PAIRS:
-            is_open = not _is_clear(found)
         if 2 * time.monotonic() - began > deadline_s:  # another pair would exceed it
             break
     return _tried(found)
-
-
-def _is_clear(found: list[tuple[float, float]]) -> bool:
-    """Return whether the interval of these pairs excludes that the change makes no difference."""
-    tried = _tried(found)
-    return tried is not None and not tried.low_s <= tried.today_s <= tried.high_s
 
 
 def _tried(found: list[tuple[float, float]]) -> Tried | None:
