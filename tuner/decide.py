@@ -27,7 +27,7 @@ from tuner.budget import DEFAULT, BudgetSpent, budget_of
 from tuner.evidence import Comparison, Done, Evidence, Pair, Run
 from tuner.ledger import Ledger, Wanted
 from tuner.notes import Noise, left_out
-from tuner.ranking import KEPT_LEGS, between, choose, expected, following, rank, ranked
+from tuner.ranking import KEPT_LEGS, choose, expected, following, rank, ranked
 from tuner.recommendation import Arm, Recommendation
 from tuner.recommendation import Pair as Paired
 from tuner.sequential import LEAST_PAIRS, Judgement, judge, outlook, widening
@@ -184,11 +184,9 @@ def _compare(found: Finalists) -> str:
             if names := [name for name, ratio in behind.items() if low <= ratio < high]:
                 state.notes.append(left_out(", ".join(names), f"stood back for {arm.name}", why))
         compared.append(arm.name)
-        may_follow = state.asked and len({state.way(name)[:-1] for name in compared}) <= finalists
+        may_follow = len({state.way(name)[:-1] for name in compared}) <= finalists
         if reaches := reaches_target(state, arm.name):
             found.measure(state.arms[arm.name])
-        elif len(compared) <= finalists and (k := between(state)) is not None:
-            rank(state, [DEFAULT, k.name])
         rejected, verdict = state.arms[arm.name].rejected, None if found.judged is None else found.judged.verdict
         if rejected is None and verdict in (None, "USE"):
             return ""

@@ -148,8 +148,6 @@ class Earlier:
     """Experiment as it was tuned, with the path of the profile that is stored in the folder."""
     inputs: Mapping[str, Any]
     evidence: Evidence
-    learnt: Mapping[str, tuple[float, ...]]
-    """Results of virtual trainers by key; see ``Recommendation.learnt``."""
 
     @classmethod
     def load(cls, path: Path) -> Earlier:
@@ -164,7 +162,7 @@ class Earlier:
             inputs, experiment = read_json((path / _INPUTS).read_text(encoding="utf-8")), Experiment.load(path / _EXPERIMENT)
         profile = str((path / _PROFILE).resolve()) if (path / _PROFILE).is_file() else None
         experiment = experiment.replace(workload=dataclasses.replace(experiment.workload, profile=profile))
-        return cls(path, experiment, inputs, _evidence_in(path), Recommendation.load(path).learnt)
+        return cls(path, experiment, inputs, _evidence_in(path))
 
     def script(self, asked: Experiment, inputs: Mapping[str, Any]) -> Experiment | None:
         """Return the experiment of a user's script, with its stored profile and the requested settings.

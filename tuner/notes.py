@@ -96,27 +96,14 @@ class Moved(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Config):
-    """Time that a tuning took, and the number of steps after which it pays off."""
+    """Time that a tuning took."""
 
     kind: ClassVar[str] = "cost"
     took_s: float
     """Seconds that the tuning took."""
-    replayed: int = 0
-    """Number of legs that had run before an interruption."""
-    held_hours: float | None = None
-    """Trainer hours for which the tuning held a script's trainers; None without a script."""
-    pays_after: int | None = None
-    """Number of steps with the recommended strategy that save as much time as the tuning took; None if not known."""
 
     def __str__(self) -> str:
-        said = [f"the tuning took {self.took_s:.3g} s"]
-        if self.replayed:
-            said.append(f"before an interruption it had run {counted(self.replayed, 'leg')}")
-        if self.held_hours is not None:
-            said.append(f"the script held its trainers for {self.held_hours:.2g} trainer hours")
-        if self.pays_after is not None:
-            said.append(f"training with the recommendation saves as much in {self.pays_after:,} steps")
-        return "; ".join(said)
+        return f"the tuning took {self.took_s:.3g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,10 @@ Every arm runs twice: all arms in order, then in reverse order (A B C C B A). Up
 follow, one at a time. Each is chosen by what earlier legs show about the simulator's errors (``tuner.bias``).
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
 
-from fleetbench.strategy import DistributedStrategy
 from tuner.bias import named
 from tuner.budget import DEFAULT
 from tuner.evidence import ROUNDS, Outcome, Run, ranking_of
@@ -17,8 +15,7 @@ from tuner.notes import Ratios
 from tuner.recommendation import Arm
 from tuner.space import differs_in, learns_as
 from tuner.state import State
-from tuner.targets import may_prove, updates_of
-from tuner.to_target import Penalty
+from tuner.targets import may_prove
 
 KEPT_LEGS = 20
 """Number of legs for which the budget must have room before another arm runs: four to rank it, and 16 in eight
@@ -99,50 +96,12 @@ def expected(state: State, arm: Arm) -> float:
     return state.ratios[arm.name] * (state.virtual(arm) if state.asked else _known(state, arm))
 
 
-def between(state: State) -> Arm | None:
-    """Add and return an arm with an untried K that should reach the target before all others, if there is one."""
-    penalty = _penalty(state)
-    if penalty is None or state.asked or not state.ledger.affords(KEPT_LEGS, num_targets=2 * len(state.seeds)):
-        return None
-    known = {arm.strategy.local_steps for arm in state.arms.values()}
-    prices = {
-        strategy: ratio * penalty.ratio(strategy.local_steps)
-        for strategy, ratio in state.setting.others.items()
-        if _is_plain(state, strategy) and strategy.local_steps not in known
-    }
-    if not prices:
-        return None
-    state.notes.append(penalty.at(sorted({strategy.local_steps for strategy in prices})))
-    best = min(prices, key=lambda strategy: prices[strategy])
-    if prices[best] >= min([1.0, *(expected(state, arm) for arm in ranked(state, ()))]):
-        return None
-    return state.add(best)
-
-
 def _known(state: State, arm: Arm) -> float:
-    """Return the arm's updates over the default's, by real runs: the learning rate's effect times that of K."""
-    default, strategy, penalty = state.default.strategy, arm.strategy, _penalty(state)
-    ways = (learns_as(default.replace(lr_scale=scale)) for scale in (strategy.lr_scale, default.lr_scale))
-    taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
-    known = taken[0] / taken[1] if len(taken) == 2 else 1.0
-    is_plain = penalty is not None and _is_plain(state, strategy.replace(lr_scale=default.lr_scale))
-    return known * (penalty.ratio(strategy.local_steps) if penalty is not None and is_plain else 1.0)
-
-
-def _penalty(state: State) -> Penalty | None:
-    """Fit the penalty of local steps to real runs at other K; None without these or with a local default."""
-    if state.default.strategy.is_local:
-        return None
-    ran = [arm for arm in state.arms.values() if arm.strategy.is_local and _is_plain(state, arm.strategy)]
-    found = {arm.strategy.local_steps: updates for arm in ran if (updates := updates_of(state, arm.name)) is not None}
-    return Penalty.of({k: [math.exp(-ratio) for ratio in updates.ratios] for k, updates in found.items()})
-
-
-def _is_plain(state: State, strategy: DistributedStrategy) -> bool:
-    """Whether a strategy is synchronous or has plain local steps, and otherwise learns like the default."""
+    """Return the effect of the arm's learning rate on updates, over the default's, by real runs; 1 if not known."""
     default = state.default.strategy
-    configs = dataclasses.replace(default.localsgd_configs, k_steps=strategy.localsgd_configs.k_steps)
-    return learns_as(strategy) in (learns_as(default), learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
+    ways = (learns_as(default.replace(lr_scale=scale)) for scale in (arm.strategy.lr_scale, default.lr_scale))
+    taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
+    return taken[0] / taken[1] if len(taken) == 2 else 1.0
 
 
 def _erred(state: State) -> dict[str, float]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fleetbench import units
 from fleetbench.config import Config, decode, field_types
@@ -181,24 +180,6 @@ class Pair(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial(Config):
-    """A simulated strategy."""
-
-    parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
-    way: str = ""
-    """Way of training, in words."""
-    arm: str | None = None
-    """Name of the arm, if the strategy ran for real."""
-    simulated_s: float
-    """Simulated seconds per step, in the search's window for all trials."""
-
-    @classmethod
-    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data without two keys of earlier versions: the trial's number, and whether it was repeated."""
-        return {name: value for name, value in data.items() if name not in ("number", "repeated")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation(Annotated):
     """The strategy to use, and why. ``speedup``, ``low`` and ``high`` refer to time per sample; above 1 is faster."""
 
@@ -242,10 +223,8 @@ class Recommendation(Annotated):
     """Pairs of the finalist and the default."""
     arms: tuple[Arm, ...] = ()
     """Strategies that ran for real; the first is the default."""
-    trials: tuple[Trial, ...] = ()
-    """Every strategy that was simulated or ran for real, each different one once, the fastest first."""
-    learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Results of the training runs of virtual trainers, by key; see ``tuner.learning.Reached``."""
+    num_trials: int = 0
+    """Number of different strategies that were simulated."""
     caveat: str | None = None
     """Note that no way is known to reach the target, or that the default reaches it sooner at another
     learning rate."""

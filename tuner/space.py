@@ -332,19 +332,3 @@ class Equivalence:
             plan = build_plan(planned, table.by_readiness(), self._setting(planned, table))
             self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # faster than the plan's own digest
         return self._digests[planned, table.key]
-
-
-def with_different_sizes(space: Space, same: Equivalence) -> Space:
-    """Return the space with only one of all bucket sizes that give the same buckets.
-
-    It is the base strategy's own size, or else the largest.
-    """
-    own, choices = parameters_of(space.base)["fusion"], dict(space.choices)
-    names = [name for name in ("local_steps", "thread_num") if name in choices]
-    ways: list[Parameters] = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[name] for name in names))]
-    sizes = [value for value in choices.get("fusion", ()) if not isinstance(value, str)]
-    kept: dict[tuple[str, ...], Value] = {}
-    for size in sorted(sizes, key=lambda size: (size != own, -size)):
-        kept.setdefault(tuple(same.key(space.strategy({**way, "fusion": size})) for way in ways), size)
-    choices["fusion"] = tuple(value for value in choices.get("fusion", ()) if value in kept.values() or isinstance(value, str))
-    return dataclasses.replace(space, choices=tuple((name, choices[name]) for name, _ in space.choices))

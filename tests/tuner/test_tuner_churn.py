@@ -16,7 +16,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from sim.churn.intervals import daly, young
 from tuner.budget import seeds_of
-from tuner.learning import Arrival
 from tuner.simulated.answer import tune_simulated
 from tuner.simulated.churn import UnderChurn, by_local_steps, under_churn
 
@@ -179,8 +178,8 @@ def _with_target() -> Experiment:
 def test_virtual_trainers_say_what_local_steps_cost(tmp_path: Path, more: float, k: int) -> None:
     """K = 4 needs 1.5 times the steps of K = 1, and wins; at 20 times it loses, and its rate is a twentieth of its goodput."""
 
-    def learn(one: Experiment, _: float) -> Arrival:
-        return Arrival(100.0 * (more if one.strategy.local_steps == 4 else 1.0), float(one.strategy.local_steps))
+    def learn(one: Experiment, _: float, _at_least: int = 0) -> float:
+        return 100.0 * (more if one.strategy.local_steps == 4 else 1.0)
 
     found, _ = tune_simulated(_with_target(), out=tmp_path, learn=learn)
     assert found.churn is not None
@@ -197,9 +196,9 @@ def test_a_k_that_misses_the_target_with_other_seeds_is_not_compared(tmp_path: P
     others = seeds_of(experiment)
     for lucky in ((), others[:1]):
 
-        def learn(one: Experiment, _: float, lucky: Sequence[int] = lucky) -> Arrival | None:
+        def learn(one: Experiment, _: float, _at_least: int = 0, lucky: Sequence[int] = lucky) -> float | None:
             missed = one.strategy.local_steps == 4 and one.run.seed in others and one.run.seed not in lucky
-            return None if missed else Arrival(100.0, float(one.strategy.local_steps))
+            return None if missed else 100.0
 
         found, _ = tune_simulated(experiment, out=tmp_path, learn=learn)
         assert found.churn is not None

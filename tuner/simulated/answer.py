@@ -15,9 +15,8 @@ from fleetbench import units
 from fleetbench.config import Config
 from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.fields import CALLED
+from fleetbench.plan.rounds import levels
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted, hours_or_days
 from fleetbench.result import RunResult, parts_of
@@ -39,9 +38,6 @@ from tuner.verify import Progress
 from tuner.ways import Ways, over_seeds
 
 SCHEMA = 1
-RERANKED, SERVED_RERANKED = 6, 3
-"""Number of best strategies that are simulated again under each assumption, without and with servers. The best
-strategy with each value of a knob is added."""
 RUNNERS_UP = 4
 OWN_DOES_NOT_FIT = "the experiment's own strategy needs more memory than a trainer has"
 
@@ -59,16 +55,6 @@ class Rival(Config):
     interval: tuple[float, ...] = ()
     """Ends of the 90 % interval of ``to_target``, or else of the speed-up. Only the first runner-up has it, if the
     answer is to keep the experiment's own strategy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knob(Config):
-    """Gain by one knob of the recommended strategy."""
-
-    name: str
-    worth: float
-    """Time with the knob as in the experiment and all others as recommended, divided by the recommended
-    strategy's time; per step, or to the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +124,12 @@ class SimulatedRecommendation(Annotated):
     fits_in_memory: bool | None
     memory: dict[str, int] = field(default_factory=dict)
     """Memory of a trainer under the recommended strategy, in bytes by content; empty if no profile has it."""
-    knobs: tuple[Knob, ...]
     runners_up: tuple[Rival, ...]
     cases: tuple[Case, ...]
     churn: UnderChurn | None = None
     """Choice under ``cluster.churn``, if the experiment has it; all other fields are of an undisturbed cluster."""
     seeds: int
     num_trials: int
-    num_reranked: int
-    """Number of strategies that were simulated under each changed assumption."""
     caveat: str | None = None
     """Caveats for the line, if any: the own strategy does not fit, no way is known to reach the target, or another
     learning rate alone makes the default faster."""
@@ -252,21 +235,12 @@ class _Answering:
         best = [strategy for strategy in best if self.ways.arrives(strategy)]
         times = {strategy: measure(strategy) for strategy in self._told("try the best {} with other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
-        telling = ranking.telling(SERVED_RERANKED if default.mode == "ps" else RERANKED)
-        retried = list(dict.fromkeys([*best, *filter(self.ways.arrives, telling)]))
+        chosen = candidates.choose(experiment, step_s)
         assumed, notes = assumptions(experiment, self.scratch)
-        trials_s: dict[str, candidates.Times] = {}
-        for name in self._told("assume {} other conditions", list(assumed)):  # with the first of the answer's seeds
-            first = assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)
-            trial = candidates.step_time(candidates.shortened(first), self.served)
-            trials_s[name] = {strategy: self.ways.step_s(strategy, trial) * self.ways.weight(strategy) for strategy in retried}
-
-        def at_worst(strategy: DistributedStrategy) -> float:
-            costs = (found[strategy] / min(found.values()) for found in trials_s.values())
-            return round(max(costs, default=1.0) / candidates.TIE) * candidates.TIE
-
-        chosen = candidates.choose(experiment, step_s, at_worst)
-        rows = {name: self._with_headline_draws(assumed[name], found, chosen) for name, found in trials_s.items()}
+        cases = [self._case("as declared", step_s, chosen)]
+        for name in self._told("assume {} other conditions", list(assumed)):
+            again = self._over_seeds(assumed[name])
+            cases.append(self._case(name, {strategy: statistics.fmean(again(strategy)) for strategy in best}, chosen))
         others = [other for other in sorted(step_s, key=lambda strategy: step_s[strategy]) if other != chosen]
         keeps, compared = chosen == default, [chosen, *others][chosen == default and bool(others)]
         ratios = [own / other for own, other in zip(times[default], times[compared], strict=True)]
@@ -304,18 +278,15 @@ class _Answering:
             outside=outside,
             fits_in_memory=sharded.fits(experiment.replace(strategy=chosen)),
             memory=memory,
-            knobs=self._knobs(default, chosen),
             runners_up=tuple(rivals[:RUNNERS_UP]),
-            cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
+            cases=tuple(cases),
             churn=self._under_churn(chosen, ranking),
             seeds=len(ratios),
             num_trials=ranking.num_trials,
-            num_reranked=len(retried),
             caveat="; ".join(filter(None, [OWN_DOES_NOT_FIT if sharded.fits(experiment) is False else "", self.ways.said_beside(chosen)]))
             or None,
             told=(
                 *self._caveats(chosen, interval[0] if arrives and interval else low, trainers * one.samples_per_s),
-                *candidates.ways_of_embeddings(experiment, chosen),
                 *ranking.notes,
                 *self.ways.notes,
                 *notes,
@@ -325,7 +296,7 @@ class _Answering:
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Return a function from a strategy to its seconds with each seed, per step or to the target."""
         measures = candidates.over_seeds(experiment, self.served)
-        return lambda strategy: [self.ways.step_s(strategy, step_s) * self.ways.weight(strategy) for step_s in measures]
+        return lambda strategy: [step_s(strategy) * self.ways.weight(strategy) for step_s in measures]
 
     def _under_churn(self, chosen: DistributedStrategy, ranking: candidates.Ranking) -> UnderChurn | None:
         if self.experiment.cluster.churn is None:
@@ -353,9 +324,10 @@ class _Answering:
             yield item
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
-        experiments, levels = candidates.seeded(self.experiment), self.ways.levels(chosen, self.experiment.workload)
+        experiments, workload = candidates.seeded(self.experiment), self.experiment.workload
+        shares = levels(chosen.replace(lr_scale=1.0), workload.steps, workload.steps_per_epoch)
         found = [
-            _mean_parts([(experiment.replace(strategy=one), share) for one, share in levels], self.served) for experiment in experiments
+            _mean_parts([(experiment.replace(strategy=one), share) for one, share in shares], self.served) for experiment in experiments
         ]
         own = experiments[0].replace(strategy=chosen)
         table = on_cores(own, table_for(own))
@@ -372,31 +344,6 @@ class _Answering:
             measure = self._over_seeds(changed(self.experiment, "compute", factor, self.scratch))
             found.append(statistics.fmean(measure(default)) / statistics.fmean(measure(chosen)))
         return found
-
-    def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
-        """Return each knob that the recommended strategy changes, with its worth by one seed."""
-        step_s, found = candidates.step_time(candidates.shortened(self.experiment), self.served), []
-        for name, fields in CALLED.items():
-            if all(getattr(default, field) == getattr(chosen, field) for field in fields):
-                continue
-            try:
-                without = chosen.replace(**{field: getattr(default, field) for field in fields})
-                if self.ways.arrives(without):
-                    weights = self.ways.weight(without) / self.ways.weight(chosen)
-                    found.append(Knob(name=name, worth=weights * self.ways.step_s(without, step_s) / self.ways.step_s(chosen, step_s)))
-            except ConfigError:  # the knob only works with another one
-                continue
-        return tuple(sorted(found, key=lambda knob: -knob.worth))
-
-    def _with_headline_draws(self, experiment: Experiment, trial_s: candidates.Times, chosen: DistributedStrategy) -> candidates.Times:
-        """Return the times with the answer's draws of the own strategy, the recommended one, and the trials' best.
-
-        The last is left out if it is not faster than the recommended one by more than ``TIE``.
-        """
-        best = min(sharded.fitting(self.experiment, trial_s), key=lambda strategy: trial_s[strategy])
-        asked = [self.experiment.strategy, chosen, *([best] if trial_s[chosen] / trial_s[best] > 1 + candidates.TIE else [])]
-        measure = self._over_seeds(experiment)
-        return {strategy: statistics.fmean(measure(strategy)) for strategy in dict.fromkeys(asked)}
 
     def _case(self, name: str, step_s: candidates.Times, chosen: DistributedStrategy) -> Case:
         best = min(sharded.fitting(self.experiment, step_s), key=lambda strategy: step_s[strategy])

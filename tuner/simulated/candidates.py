@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -71,11 +70,6 @@ class Ranking:
         leaders = {way_of(strategy.replace(lr_scale=1.0)): strategy for strategy in reversed(self.step_s)}
         best = [strategy for strategy in self.step_s if strategy in leaders.values()] if self.ways.updates else []
         return list(dict.fromkeys([*best[:count], *self.step_s]))
-
-    def telling(self, count: int) -> list[DistributedStrategy]:
-        """Return the best ``count`` strategies, and the best strategy with each value of each parameter."""
-        leaders = {value: strategy for strategy in reversed(self.step_s) for value in _values(strategy)}
-        return list(dict.fromkeys([*islice(self.step_s, count), *leaders.values()]))
 
 
 def ranked(
@@ -227,22 +221,16 @@ def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) 
     return list(dict.fromkeys([own, *islice(ranking, SERVED_FINALISTS if own.mode == "ps" else FINALISTS)]))
 
 
-def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """Return the strategy with the least risk among those that fit and are within ``TIE`` of the fastest.
+def choose(experiment: Experiment, step_s: Times) -> DistributedStrategy:
+    """Return the strategy with the fewest changes among those that fit and are within ``TIE`` of the fastest.
 
-    Of equal risks, the fewest changes decide. Return the experiment's own strategy if it fits and the other
-    gains no more than ``tune.min_gain``.
+    Return the experiment's own strategy if it fits and the other gains no more than ``tune.min_gain``.
     """
     own, times = experiment.strategy, {one: step_s[one] for one in sharded.fitting(experiment, step_s)}
     least = min(times.values())
     tied = [strategy for strategy in times if times[strategy] <= least * (1 + TIE)]
-    chosen = min(tied, key=lambda strategy: (risk(strategy), len(flat(strategy.changes()))))
+    chosen = min(tied, key=lambda strategy: len(flat(strategy.changes())))
     return chosen if own not in times or times[own] / times[chosen] > 1 + experiment.tune.min_gain else own
-
-
-def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
-    """Return the names and values of everything in which candidates can differ."""
-    return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
 
 
 OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism"
@@ -281,35 +269,6 @@ def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStr
     second = profile_of(estimated(again[0]))
     assert second is not None
     return name_profile(experiment, dataclasses.replace(first, tables=(*first.tables, *second.tables)), both)
-
-
-def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> list[Note]:
-    """Return a note with the seconds per step of each exchange of declared embeddings.
-
-    Exchanges are gathered rows, dense gradients, and servers if there are any.
-    """
-    workload, cluster = experiment.workload, experiment.cluster
-    if not any(spec.rows for spec in workload.layers):
-        return []
-    layers = [
-        dataclasses.replace(spec, rows=0, width=1, touched=0, params=spec.rows * spec.width) if spec.rows else spec
-        for spec in workload.layers
-    ]
-    alone = experiment.replace(strategy=chosen)
-    asked, more = {}, '; strategy.mode = "ps" with cluster.servers compares servers'
-    if chosen.mode == "ps":
-        without = dataclasses.replace(cluster, servers=0, server_placement=type(cluster)().server_placement)
-        asked, more = {f"the recommended mode of {cluster.servers} servers": alone}, ""
-        alone = experiment.replace(strategy=DistributedStrategy(), cluster=without)
-    dense = dataclasses.replace(workload, layers=tuple(layers))
-    asked |= {"all gather rows": alone, "all-reduces of dense gradients (sparse=False)": alone.replace(workload=dense)}
-    found = []
-    for name, one in asked.items():
-        try:
-            found.append(f"{name} {units.seconds(step_time(shortened(one))(one.strategy))}")
-        except ConfigError:  # such as a field that excludes sparse gradients
-            continue
-    return [Remark(text=f"a step by exchange of the embeddings: {', '.join(found)}; a dense update of all rows is not counted{more}")]
 
 
 def says(experiment: Experiment) -> str:
