@@ -44,20 +44,6 @@ class Learnt(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios(Config):
-    """Ratios by strategy, or by family of strategies."""
-
-    kind: ClassVar[str] = "ratios"
-    what: str
-    """Meaning of the ratios."""
-    ratios: dict[str, float]
-    """Ratio by name."""
-
-    def __str__(self) -> str:
-        return f"{self.what}: {', '.join(f'{name} {100 * (ratio - 1):+.0f} %' for name, ratio in self.ratios.items())}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Noise(Config):
     """Spread of repeated legs and of pairs, as standard deviations of logarithms."""
 
@@ -78,20 +64,6 @@ class Noise(Config):
         if self.default is not None:
             said.insert(0, f"the default's own legs differ by {100 * self.default:.2g} %, the pairs by {100 * self.pairs:.2g} %")
         return "; ".join(said)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved(Config):
-    """Changes since the tuning that this one continues."""
-
-    kind: ClassVar[str] = "earlier tuning"
-    since: str
-    changes: tuple[str, ...]
-    taken: str
-
-    def __str__(self) -> str:
-        more = f" and {len(self.changes) - 8} more" if len(self.changes) > 8 else ""
-        return f"since {self.since} moved: {'; '.join(self.changes[:8]) or 'nothing'}{more}. Taken from it: {self.taken}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +89,7 @@ class Remark(Config):
         return self.text
 
 
-Note = LeftOut | Learnt | Ratios | Noise | Moved | Cost | Remark
+Note = LeftOut | Learnt | Noise | Cost | Remark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

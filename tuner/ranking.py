@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from tuner.bias import named
 from tuner.budget import DEFAULT
 from tuner.evidence import ROUNDS, Outcome, Run, ranking_of
-from tuner.notes import Ratios
 from tuner.recommendation import Arm
-from tuner.space import differs_in, learns_as
+from tuner.space import learns_as
 from tuner.state import State
 from tuner.targets import may_prove
 
@@ -29,18 +28,14 @@ def choose(state: State) -> None:
         if (arm := following(state)) is None:
             break
         rank(state, [DEFAULT, arm.name])
-    if (erred := _erred(state)) and state.setting.others:
-        state.notes.append(Ratios(what="real over simulated time of a step, relative to the default's", ratios=erred))
 
 
 def rank(state: State, names: Sequence[str]) -> None:
     """Run every arm twice, in an order in which a drift of the machine favours no arm.
 
-    Arms that an earlier tuning has ranked are skipped. An arm with the same legs as another one, for example at
-    another learning rate, takes over its times.
+    An arm with the same legs as another one, for example at another learning rate, takes over its times.
     """
     first = {arm.timed: name for name, arm in reversed(state.arms.items())}
-    names = [name for name in names if first[state.arms[name].timed] != name or not _recall(state, name)]
     twins = {name: whose for name in names if (whose := first[state.arms[name].timed]) != name}
     own = [name for name in names if name != DEFAULT and name not in twins]
     order = [DEFAULT, *own, *reversed(own), DEFAULT] if own or DEFAULT in names else []
@@ -102,30 +97,6 @@ def _known(state: State, arm: Arm) -> float:
     ways = (learns_as(default.replace(lr_scale=scale)) for scale in (arm.strategy.lr_scale, default.lr_scale))
     taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
     return taken[0] / taken[1] if len(taken) == 2 else 1.0
-
-
-def _erred(state: State) -> dict[str, float]:
-    """Return real over simulated step time, relative to the default's, for each family that ran."""
-    default, errors = state.default, dict[str, list[float]]()
-    for name, ratio in state.ratios.items():
-        arm = state.arms[name]
-        if name != DEFAULT:
-            error = math.log(ratio * default.simulated_s / arm.simulated_s)
-            errors.setdefault(differs_in(arm.strategy, default.strategy), []).append(error)
-    return {family: math.exp(statistics.fmean(found)) for family, found in errors.items()}
-
-
-def _recall(state: State, name: str) -> bool:
-    """Reuse the legs by which an earlier tuning ranked the arm; return whether there are any."""
-    if name in state.ratios:
-        return state.ledger.recall(state.arms[name], state.default) is not None
-    if (legs := state.ledger.recall(state.arms[name], state.default)) is None:
-        return False
-    own, default = legs
-    state.ratios[name] = _ratio(own, default)
-    _measured(state, name, own)
-    state.ledger.runs[name] = [outcome.run for outcome in own if outcome.run is not None]
-    return True
 
 
 def _measured(state: State, name: str, legs: Sequence[Outcome]) -> None:

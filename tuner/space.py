@@ -127,13 +127,6 @@ def learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
     return *way_of(strategy), parameters_of(strategy)["wire"]
 
 
-def differs_in(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
-    """Describe how a strategy's arithmetic differs from the default's."""
-    own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
-    changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
-    return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
-
-
 def name_of(strategy: DistributedStrategy) -> str:
     """Describe a strategy's way of training in words."""
     at = f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else ""

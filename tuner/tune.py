@@ -41,9 +41,13 @@ Simulate = Callable[[Experiment], RunResult]
 """Interface to the simulator; the default is ``sim.run.simulate``."""
 _VIRTUAL_SEEDS = 16
 """Largest number of seeds with which the best ways of training are compared."""
-_LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
-_COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (MIXED_PRECISION, ("amp", "amp_configs")))
-"""Rules that change compute: their names, and the fields that they set."""
+_RULES = {
+    LOCAL_SGD: ("localsgd", "localsgd_configs"),
+    "thread_num": ("thread_num",),
+    OP_FUSION: ("build_strategy",),
+    MIXED_PRECISION: ("amp", "amp_configs"),
+}
+"""Fields that rules set which change training or compute, by rule."""
 
 
 def tune(  # noqa: PLR0913  # tests replace two of them
@@ -132,9 +136,8 @@ def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Eviden
         inherited, note = earlier.beside(job.experiment, folder.inputs)
         notes.append(note)
     if known is not None:
-        return known.taken_up(job.experiment.cluster.trainers), notes
-    held_s = 0.0 if job.held_s is None else job.held_s()
-    evidence = dataclasses.replace(inherited, before_s=held_s, held_s=held_s, startup_s=job.runner.startup_s)
+        return known.taken_up(), notes
+    evidence = dataclasses.replace(inherited, before_s=job.held_s(), startup_s=job.runner.startup_s)
     if folder.experiment() is not None:
         notes.append(left_out("what was measured before an interruption", "is measured again", "it could not be read"))
     folder.begin(job.experiment, evidence)
@@ -167,15 +170,14 @@ def _measured(
         return dataclasses.replace(priced, simulated_s=step_s_of(run))
 
     arms = [prepared(arm) for arm in arms]
-    if job.held_s is not None and not evidence.outcomes:  # the search has held a script's trainers, too
-        evidence = dataclasses.replace(evidence, before_s=job.held_s(), held_s=job.held_s())
+    if not evidence.outcomes:  # the search has held a script's trainers, too
+        evidence = dataclasses.replace(evidence, before_s=max(evidence.before_s, job.held_s()))
     runs = RealRuns(
         experiment=experiment,
         runner=job.runner,
         folder=folder.runs,
         step_s=arms[0].simulated_s,
         evidence=evidence,
-        held_s=job.held_s,
         keep=folder.keep,
     )
     recommendation = verify(experiment, arms, runs, progress, others=_searched(found, ways), prepare=prepared)
@@ -296,28 +298,26 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
     table of the experiment's own strategy.
     """
     size = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
-    base, device = experiment.strategy, experiment.run.device
-    advised, listed = advice(experiment.workload, experiment.cluster, size, device=device, base=base)
-    left_out = list(listed)
-    without = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
-    first, measured = min((decay.step for decay in experiment.workload.lr_decay), default=0), leg_steps_of(experiment)
+    base, device, workload = experiment.strategy, experiment.run.device, experiment.workload
+    advised, listed = advice(workload, experiment.cluster, size, device=device, base=base)
+    first, measured = min((decay.step for decay in workload.lr_decay), default=0), leg_steps_of(experiment)
     late = f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
-    reason = "no workload.target_loss prices it" if experiment.workload.target_loss is None else late
-    if reason is not None and without != advised:  # no leg would show what it costs and gains
-        advised = without
-        left_out.append(f"{LOCAL_SGD}: {reason}")
-    strategy = _with_fields(advised, base, tuple(name for _, names in _COMPUTE for name in names))
-    for what, names in _COMPUTE:
+    unpriced = "no workload.target_loss prices it" if workload.target_loss is None else late
+    left_out, strategy = [*listed], _with_fields(advised, base, tuple(name for names in _RULES.values() for name in names))
+    for what, names in _RULES.items():
         candidate = _with_fields(strategy, advised, names)
         if candidate == strategy:
             continue
         try:
             table_for(experiment.replace(strategy=candidate))
+            reason = unpriced if what == LOCAL_SGD else None
         except ConfigError as error:
-            name = f"thread_num = {advised.thread_num}" if what == "thread_num" else what
-            left_out.append(f"{name}: {error.what}")
-        else:
+            reason = error.what
+        if reason is None:
             strategy = candidate
+        else:
+            name = f"thread_num = {advised.thread_num}" if what == "thread_num" else what
+            left_out.append(f"{name}: {reason}")
     return Advice(strategy, tuple(left_out))
 
 

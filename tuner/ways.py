@@ -258,22 +258,15 @@ def over_seeds(
     if not updates[ways.own]:
         no_time = left_out("further seeds", "are not trained", "there was no time (tune.search_seconds)")
         return dataclasses.replace(ways, notes=(*ways.notes, no_time))
-    said = tuple(f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items())
-    by = f"{counted(len(updates[ways.own]), 'seed')}, mean (least to most), not lost before the default is there"
+    said = tuple(f"{name_of(of_ways[way])}: {', '.join(map(_in_words, each))}" for way, each in updates.items())
+    by = f"{counted(len(updates[ways.own]), 'seed')}, not lost before the default is there"
     note = Learnt(target_loss=experiment.workload.target_loss or 0.0, seeds=by, ways=said)
     ways = dataclasses.replace(ways, updates=updates, notes=(*ways.notes, note))
     return dataclasses.replace(ways, rated=ways.rated and _better_rated(ways, [ways.rated]))
 
 
-def _in_words(steps: Sequence[float | None]) -> str:
-    """Describe the steps of one way over seeds: mean, range, and how many runs arrive if some do not."""
-    arrived = [one for one in steps if one is not None]
-    if not arrived:
-        return "never"
-    words = [f"{min(arrived):.0f} to {max(arrived):.0f}"] if len(arrived) > 1 else []
-    if len(arrived) < len(steps):
-        words.append(f"{len(arrived)} of {len(steps)} arrive")
-    return f"{statistics.fmean(arrived):.0f}" + (f" ({', '.join(words)})" if words else "")
+def _in_words(steps: float | None) -> str:
+    return "not in time" if steps is None else f"{steps:.0f}"
 
 
 def learns(experiment: Experiment) -> bool:
@@ -366,7 +359,7 @@ def _notes(trained: Trainings) -> list[Note]:
     taken: dict[str, list[str]] = {}
     for way, steps in trained.arrivals.items():
         scale = strategies[way].lr_scale
-        words = ("not in time" if steps is None else f"{steps:.0f}") + (f" at {scale:g}x" if scale != 1 else "")
+        words = _in_words(steps) + (f" at {scale:g}x" if scale != 1 else "")
         taken.setdefault(name_of(strategies[way].replace(lr_scale=1.0)), []).append(words)
     said = tuple(f"{name}: {', '.join(steps)}" for name, steps in taken.items())
     rates = " (at 2x: at twice workload.lr)" if any(one.lr_scale != 1 for one in strategies.values()) else ""

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from benchmark_outputs import nccl_tests
 
-from fleetbench.cluster import Racks
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
@@ -134,28 +133,12 @@ def test_intervals_cover(declared: Experiment, tmp_path: Path) -> None:
     assert min(covered.values()) >= 16
 
 
-@pytest.mark.slow
-def test_an_interval_grows_with_noise(declared: Experiment, tmp_path: Path) -> None:
-    """With 2 % noise the bandwidth's interval holds the truth, and is several times as wide as without noise."""
-    exact, noisy = (fitted(declared, tmp_path, steps(noise, 3), BANDWIDTH, COMPUTE).parameters[0] for noise in (0.0, 0.02))
-    widths = [math.log(found.high / found.low) for found in (exact, noisy) if found.low and found.high]
-    assert widths[1] > 2 * widths[0]
-    assert noisy.low is not None
-    assert noisy.low < 8 * BYTES_S < (noisy.high or 0)
-
-
 def test_deviations_count(declared: Experiment, tmp_path: Path) -> None:
     """A cell that is off by a factor of two hardly counts with a large standard deviation."""
     good = [f"{int(n)},{ring_s(4, n)},{0.001 * ring_s(4, n)}" for n in (1e6, 1e7, 1e8, 2e8)]
     rows = ["all_reduce_bytes,seconds,sd", *good, f"300000000,{2 * ring_s(4, 3e8)},50.0"]
     bandwidth = fitted(declared, tmp_path, rows, BANDWIDTH, LATENCY).parameters[0]
     assert bandwidth.value == pytest.approx(8 * BYTES_S, rel=0.02)
-
-
-def test_samples_per_second_are_of_all_trainers(declared: Experiment, tmp_path: Path) -> None:
-    """4 trainers with 8 samples each in a step of 0.2 s measure 160 samples/s."""
-    found = fitted(declared, tmp_path, ["cluster.nodes,samples_per_s", "4,160"], COMPUTE)
-    assert found.measured_s == pytest.approx((0.2,))
 
 
 def test_compute_of_a_profile_is_scaled(tmp_path: Path) -> None:
@@ -214,35 +197,6 @@ def test_gpus_are_those_of_all_nodes(declared: Experiment, tmp_path: Path) -> No
         with pytest.raises(ConfigError, match="line 2, gpus: must be the GPUs of all nodes") as refused:
             fitted(of_four, tmp_path, rows, COMPUTE)
         assert "gpus_per_node" in str(refused.value.hint)
-
-
-def test_a_search_that_runs_away_holds_the_parameter(tmp_path: Path) -> None:
-    """By two nodes' all-reduces one of two bandwidths and a latency can be told: the others keep their declared values."""
-    experiment = Experiment.from_dict(
-        {
-            "workload": {"model": "layers", "layers": [{"name": "l", "params": 1_000_000, "forward": "1 ms", "backward": "2 ms"}]},
-            "cluster": {
-                "nodes": 2,
-                "trainers_per_node": 8,
-                "nics_per_node": 8,
-                "intra": {"bandwidth": "300 GB/s", "latency": "3 us"},
-                "inter": {"bandwidth": "400 Gbit/s", "latency": "5 us"},
-            },
-        }
-    )
-    rows = ["all_reduce_bytes,seconds", "1048576,0.00014787", "4194304,0.00041329", "16777216,0.00147498"]
-    found = fitted(experiment, tmp_path, rows, BANDWIDTH, "cluster.intra.bandwidth", LATENCY).parameters
-    assert [parameter.held for parameter in found] == [False, True, True]
-    assert [parameter.value for parameter in found[1:]] == [parameter.declared for parameter in found[1:]]
-
-
-def test_a_value_that_the_experiment_refuses_is_not_fitted(declared: Experiment, tmp_path: Path) -> None:
-    """Racks with an uplink that is no bottleneck lead below an oversubscription of 1, which the error says."""
-    racks = Racks(nodes=2, oversubscription=4.0)
-    experiment = declared.replace(cluster=dataclasses.replace(declared.cluster, racks=racks))
-    rows = ["all_reduce_bytes,seconds", *(f"{nbytes},{1.5 * nbytes / 4e9}" for nbytes in (1e8, 2e8, 4e8))]
-    with pytest.raises(ConfigError, match=r"must be at least 1 .*oversubscription|oversubscription.*must be at least 1"):
-        fitted(experiment, tmp_path, rows, "cluster.racks.oversubscription")
 
 
 @pytest.mark.parametrize(

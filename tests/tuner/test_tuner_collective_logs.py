@@ -77,25 +77,6 @@ def test_of_several_collectives_the_all_reduces_are_read(tmp_path: Path, version
         assert sum(counts) == len(OTHERS) * len(SIZES)
 
 
-def test_rows_without_a_header_tell_the_collective_themselves(tmp_path: Path) -> None:
-    """Of rows alone, as ``grep float`` gives, the rates say which are all-reduces, and of how many ranks."""
-    text = "".join(nccl_tests(collective=one) for one in (OTHERS[1], ALL_REDUCE, OTHERS[7]))
-    rows = [line for line in text.splitlines() if " float " in line]
-    large = tuple(size for size in SIZES if size > 2**16)
-    found = read(tmp_path, "\n".join(rows))
-    assert_all_reduces(found[-len(large) :], 8, large)
-    assert len(found) <= len(SIZES)
-    alone = [line for line in nccl_tests().splitlines() if " float " in line]
-    assert_all_reduces(read(tmp_path, "\n".join(alone)), 8)
-
-
-def test_a_list_of_ranks_that_was_cut_is_completed_by_the_rates(tmp_path: Path) -> None:
-    """Someone who pastes output leaves out most of 64 ranks."""
-    lines = nccl_tests(n=64).splitlines()
-    text = "\n".join(line for line in lines if "Rank" not in line or "Rank  0" in line or "Rank 63" in line)
-    assert_all_reduces(read(tmp_path, text), 64)
-
-
 def test_wrong_sums_are_left_out(tmp_path: Path) -> None:
     """By row since 2.13, by the run before, and in JSON; with a run that is right, a note counts them."""
     for version in VERSIONS:
@@ -110,13 +91,6 @@ def test_wrong_sums_are_left_out(tmp_path: Path) -> None:
         read(tmp_path, osu(validated="Fail"))
 
 
-def test_sums_that_nobody_checked_are_read_with_a_note(tmp_path: Path) -> None:
-    """``-c 0``."""
-    notes: list[str] = []
-    assert_all_reduces(read(tmp_path, nccl_tests(is_checked=False), notes), 8)
-    assert "did not check the sums of 6 rows" in notes[0]
-
-
 def test_all_reduces_that_are_none_of_all_ranks_are_refused(tmp_path: Path) -> None:
     """Eight groups at once, one rank a process without MPI, and the host's time of a call."""
     for text, why in (
@@ -127,17 +101,6 @@ def test_all_reduces_that_are_none_of_all_ranks_are_refused(tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=why):
             read(tmp_path, text)
-
-
-def test_options_of_the_program_change_nothing(tmp_path: Path) -> None:
-    """A suffix of its name, time stamps, statistics of iterations, and lines of NCCL_DEBUG among the rows."""
-    for text in (
-        nccl_tests(suffix="_mpi"),
-        nccl_tests(timestamps=True),
-        nccl_tests("2.19.6", per_iteration=True),
-        nccl_tests().replace("#\n", "node-a:17:18 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC\n"),
-    ):
-        assert_all_reduces(read(tmp_path, text), 8)
 
 
 def test_json_of_nccl_tests_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from tuner.learning import by_virtual_trainers
-from tuner.simulated.answer import tune_simulated
 from tuner.space import name_of, way_of
 from tuner.tune import tune
 from tuner.ways import over_seeds, price_ways
@@ -54,7 +53,6 @@ def test_the_best_ways_and_the_default_have_their_learning_rate_searched(tmp_pat
     said = "lr_scale = 0.25 alone needs 1.67x fewer steps, by virtual trainers (1 seed), not run for real"
     assert ways.said_beside(LOCAL) == said
     assert ways.said_beside(DistributedStrategy(lr_scale=0.25)) is None
-    assert ways.said_beside(LOCAL, [DistributedStrategy(lr_scale=0.25)]) == said.removesuffix(", not run for real")
     ways = over_seeds(experiment, ways, [LOCAL], lambda *_: 95.0, tmp_path, range(7, 9), limit_s=30.0)
     assert ways.said_beside(LOCAL) is None, "other seeds say that the rate helps nothing"
     assert len(ways.updates) == 3
@@ -73,16 +71,6 @@ def test_rates_are_those_of_the_file(wanted: tuple[float, ...], tried: set[float
     ways = price_ways(experiment, found, step_s, noting, tmp_path)
     assert asked == tried
     assert (ways.rated is None) == (tried == {1.0})
-
-
-def test_rates_further_off_are_tried_where_nothing_arrives(tmp_path: Path) -> None:
-    """Only an eighth of the rate arrives, which is a candidate then."""
-    experiment, found = searched(tmp_path, lr_scale=())
-    ways = price_ways(experiment, found, step_s, lambda one, *_: 30.0 if one.strategy.lr_scale == 0.125 else None, tmp_path)
-    (first, _) = found.best(2, ways.others, ways.seconds)
-    assert first.strategy.lr_scale == 0.125
-    said = "lr_scale = 0.125 alone reaches the target, by virtual trainers (1 seed), not run for real"
-    assert ways.said_beside(LOCAL) == said
 
 
 def test_trainings_are_given_up_where_the_default_is_there_much_sooner(tmp_path: Path) -> None:
@@ -213,41 +201,3 @@ def test_a_run_that_ends_above_the_target_again_is_rejected(tmp_path: Path) -> N
     assert not ran.strategy.localsgd
     local = next(arm for arm in ran.arms if arm.strategy.localsgd)
     assert local.rejected == "reaches the target loss 0.5 and loses it again: it ends at 0.9, the default at 0.4"
-
-
-@pytest.mark.slow
-def test_a_way_that_real_runs_rule_out_is_followed_by_the_next_at_its_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual trainers: 45 steps for DiLoCo, 50 for the default at twice the rate. Real DiLoCo never arrives; one finalist is asked for."""
-    experiment = searched(tmp_path, lr_scale=(1.0, 2.0), pairs=8, finalists=1, gradient_merge=(1,))[0]
-    monkeypatch.setattr("tuner.ways.REFINED", ())
-
-    def is_diloco(strategy: DistributedStrategy) -> bool:
-        return strategy.localsgd_configs.has_outer and strategy.local_steps == 4
-
-    def learn(one: Experiment, limit_s: float, _at_least: int = 0) -> float | None:
-        return 45.0 if is_diloco(one.strategy) else planted(one, limit_s)
-
-    def updates(leg: Leg) -> float | None:
-        arrival = planted(experiment.replace(strategy=leg.strategy), 0.0)
-        return None if arrival is None or is_diloco(leg.strategy) else arrival + 0.01 * (leg.seed or 0)
-
-    monkeypatch.setattr("tuner.tune.by_virtual_trainers", learn)
-    ran, _ = tune(experiment, out=tmp_path / "runs", runner=FakeRunner(experiment, step_s, updates=updates))
-    first = next(arm for arm in ran.arms if arm.name == "candidate 1")
-    assert (name_of(first.strategy), first.rejected is None) == ("K = 4 and an outer optimizer", False)
-    assert (ran.verdict, name_of(ran.strategy)) == ("USE", "synchronous at 2 times the learning rate")
-    assert ran.to_target == pytest.approx(100 * 0.020 / (50 * 0.019), rel=0.02)
-
-
-@pytest.mark.slow
-def test_an_answer_by_simulation_says_what_the_rate_alone_would_do(tmp_path: Path) -> None:
-    """As a verdict does: DiLoCo in 90 steps, at any rate; the default in 50 at twice the rate, in 100 at its own."""
-    experiment = searched(tmp_path, lr_scale=(1.0, 2.0), gradient_merge=(1,))[0]
-
-    def learn(one: Experiment, limit_s: float, _at_least: int = 0) -> float | None:
-        own = one.strategy if not one.strategy.localsgd else one.strategy.replace(lr_scale=1.0)
-        return 5.0 if own.localsgd_configs.has_outer and own.local_steps == 4 else planted(one.replace(strategy=own), limit_s)
-
-    answer, _ = tune_simulated(experiment, out=tmp_path / "simulated", learn=learn)
-    assert answer.strategy.localsgd_configs.has_outer
-    assert "lr_scale = 2 alone needs 2.00x fewer steps" in answer.line

@@ -131,9 +131,7 @@ def tune_sizes(
                 ranking = candidates.ranked(experiment, out=out, on=on)
                 for note in ranking.notes:
                     noted.setdefault(note, []).append(", ".join(point))
-                asked = candidates.finalists(experiment.strategy, law.comparable(experiment, ranking.step_s))
-                measures = candidates.over_seeds(experiment)
-                times = {strategy: statistics.fmean(measure(strategy) for measure in measures) for strategy in asked}
+                times = _of_best(experiment, law.comparable(experiment, ranking.step_s))
                 sizes.append(_size(", ".join(point), experiment, times, sizes[0] if sizes else None, law))
     tell(len(points), len(points))
     first = experiments[0]
@@ -151,6 +149,14 @@ def tune_sizes(
         sizes=tuple(sizes),
         notes=tuple(notes),
     )
+
+
+def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Times:
+    """Simulate the best strategies again, as for this size alone; only the own one if no trial gains enough."""
+    own, measures = experiment.strategy, candidates.over_seeds(experiment)
+    gains = ranking[own] / next(iter(ranking.values())) - 1 > experiment.tune.min_gain - candidates.TIE
+    asked = candidates.finalists(own, ranking) if gains or own not in sharded.fitting(experiment, ranking) else [own]
+    return {strategy: statistics.fmean(measure(strategy) for measure in measures) for strategy in asked}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
