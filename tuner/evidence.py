@@ -87,8 +87,6 @@ class Outcome(Config):
 
     ran: str
     """Digest of the request; see ``Run.ran``."""
-    timed: str = ""
-    """Digest of the leg only, independent of its window."""
     among: str = ""
     """Digest of the ranking, the pairs or the target that the leg is for."""
     side: str = ""
@@ -124,7 +122,6 @@ class Outcome(Config):
         """Return the outcome of a request, before its result is known."""
         return cls(
             ran=request.ran,
-            timed=timed_by(request.leg),
             among=request.among,
             side=request.side,
             window=request.leg.window,
