@@ -136,9 +136,6 @@ class Tune(Config):
     needs a target, and is tried where virtual trainers train the workload, and in scripts with the fastest K
     and the next larger one (twice the largest). Virtual trainers also try the best local steps with an outer
     rate of 0.4 and 1, momentum 0.5, two fragments, and exchanges that overlap a step."""
-    adaptive: bool = True
-    """With a target, where virtual trainers train the workload: allow an adaptive K that starts from the
-    largest of ``local_steps``, and local steps that begin at the first ``workload.lr_decay``."""
     gradient_merge: tuple[int, ...] = (1, 2, 4)
     """With a target, where virtual trainers train the workload: numbers of micro-batches per update that may be
     tried besides 1."""

@@ -9,7 +9,6 @@ from tuner_fakes import profiled_experiment
 
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy, GradientMergeConfigs, LocalSGDConfigs
-from tuner.learning import Arrival
 from tuner.search import Search, search
 from tuner.space import search_space
 from tuner.ways import OUTER
@@ -28,11 +27,11 @@ def step_s(strategy: DistributedStrategy) -> float:
     return 0.010 + (0.009 if strategy.fuse_grad_size_in_MB == 1.0 else 0.010) / every
 
 
-def planted(experiment: Experiment, _limit_s: float) -> Arrival | None:
+def planted(experiment: Experiment, _limit_s: float, _at_least: int = 0) -> float | None:
     """Steps to the target; at a higher rate as many times fewer."""
     strategy = experiment.strategy
     steps = UPDATES[strategy.local_steps, strategy.localsgd_configs.has_outer, strategy.gradient_merge_configs.k_steps]
-    return None if steps is None else Arrival(steps / max(1.0, strategy.lr_scale))
+    return None if steps is None else steps / max(1.0, strategy.lr_scale)
 
 
 def searched(tmp_path: Path, **tune: object) -> tuple[Experiment, Search]:

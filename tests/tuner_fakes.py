@@ -29,7 +29,6 @@ FEW: dict[str, object] = {
     "fusion": (),
     "wire": ("fp32",),
     "update_by_bucket": (False,),
-    "adaptive": False,
     "target_seeds": 5,
 }
 """Of ``[tune]``, unless a test asks for other: few values and no rules, for whatever is not about the search space itself."""

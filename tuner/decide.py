@@ -27,7 +27,7 @@ from tuner.budget import DEFAULT, BudgetSpent, budget_of
 from tuner.evidence import Comparison, Done, Evidence, Pair, Run
 from tuner.ledger import Ledger, Wanted
 from tuner.notes import Noise, left_out
-from tuner.ranking import KEPT_LEGS, between, choose, expected, following, rank, ranked
+from tuner.ranking import KEPT_LEGS, choose, expected, following, rank, ranked
 from tuner.recommendation import Arm, Recommendation
 from tuner.recommendation import Pair as Paired
 from tuner.sequential import LEAST_PAIRS, Judgement, judge, outlook, widening
@@ -172,23 +172,15 @@ def _compare(found: Finalists) -> str:
     Return the reason if none is faster, or "" if one is or may be.
     """
     state, compared, ruled_out = found.state, list[str](), list[str]()
-    finalists = state.experiment.tune.finalists
+    finalists, has_target = state.experiment.tune.finalists, state.experiment.workload.target_loss is not None
     while left := ranked(state, compared):
         arm = left[0]
         if compared and expected(state, arm) >= 1:
             break
-        near = 1 + state.experiment.tune.min_gain
-        behind = {} if compared else {other.name: expected(state, other) / expected(state, arm) for other in left[1:]}
-        chance, few = "the difference is less than tune.min_gain, and may be chance", "too few seeds may run to prove their gain"
-        for why, low, high in ((chance, 1 / near, near), (few, 0.0, 1 / near)):
-            if names := [name for name, ratio in behind.items() if low <= ratio < high]:
-                state.notes.append(left_out(", ".join(names), f"stood back for {arm.name}", why))
         compared.append(arm.name)
-        may_follow = state.asked and len({state.way(name)[:-1] for name in compared}) <= finalists
+        may_follow = has_target and len({state.way(name)[:-1] for name in compared}) <= finalists
         if reaches := reaches_target(state, arm.name):
             found.measure(state.arms[arm.name])
-        elif len(compared) <= finalists and (k := between(state)) is not None:
-            rank(state, [DEFAULT, k.name])
         rejected, verdict = state.arms[arm.name].rejected, None if found.judged is None else found.judged.verdict
         if rejected is None and verdict in (None, "USE"):
             return ""

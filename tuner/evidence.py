@@ -17,7 +17,7 @@ from fleetbench.result import RunResult, step_s_of
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
-from tuner.recommendation import Recommendation
+from tuner.recommendation import Reached, Recommendation
 from tuner.sequential import gone
 from tuner.space import learns_as
 
@@ -82,27 +82,11 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached(Config):
-    """Result of a run to the target."""
-
-    updates: float | None = None
-    """Number of steps per trainer to the target; None if the run ended before reaching it."""
-    noise: float | None = None
-    """Standard deviation of the logarithm of ``updates``; see ``TargetCheck.noise``."""
-    final_loss: float | None = None
-    """Held-out loss after the last step."""
-    metric: float | None = None
-    """Value of ``tune.metric`` at the target."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Config):
     """Result of a leg: a stored run, or a failure."""
 
     ran: str
     """Digest of the request; see ``Run.ran``."""
-    timed: str = ""
-    """Digest of the leg only, independent of its window."""
     among: str = ""
     """Digest of the ranking, the pairs or the target that the leg is for."""
     side: str = ""
@@ -138,7 +122,6 @@ class Outcome(Config):
         """Return the outcome of a request, before its result is known."""
         return cls(
             ran=request.ran,
-            timed=timed_by(request.leg),
             among=request.among,
             side=request.side,
             window=request.leg.window,
@@ -178,8 +161,6 @@ class Evidence(Config):
 
     before_s: float = 0.0
     """Trainer seconds that had passed before the first leg."""
-    held_s: float = 0.0
-    """Trainer seconds that have passed so far."""
     startup_s: float = 0.0
     """Seconds that a launch takes, as known before the first leg."""
     outcomes: tuple[Outcome, ...] = ()
@@ -193,20 +174,13 @@ class Evidence(Config):
         """Return the trainer seconds that count towards the budget."""
         return self.before_s + trainers * sum(outcome.took_s for outcome in self.outcomes)
 
-    def taken_up(self, trainers: int) -> Evidence:
+    def taken_up(self) -> Evidence:
         """Return the evidence with which an interrupted tuning continues.
 
-        A leg that ended it (its launch broke, or it was the default's and failed in a pair) is tried again. Time
-        that the interruption cost is added to the last kept leg, so that earlier decisions are repeated exactly.
+        A leg that ended it (its launch broke, or it was the default's and failed in a pair) is tried again.
         """
         ended_it = any(one.lost or (one.failure and one.side == "default") for one in self.outcomes[-1:])
-        outcomes = self.outcomes[:-1] if ended_it else self.outcomes
-        kept = replace(self, outcomes=outcomes)
-        lost_s = max(0.0, self.held_s - kept.spent_s(trainers))
-        if not outcomes:
-            return replace(kept, before_s=self.before_s + lost_s)
-        *others, last = outcomes
-        return replace(kept, outcomes=(*others, replace(last, took_s=last.took_s + lost_s / trainers)))
+        return replace(self, outcomes=self.outcomes[:-1]) if ended_it else self
 
     def inherited(self, limit: int, min_gain: float) -> Evidence:
         """Return the first evidence of a tuning that continues this one and judges pairs by these settings.

@@ -32,11 +32,11 @@ from fleetbench.digests import MANIFEST, file_digest, json_digest, read_json, re
 from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import profile_of, table_for
+from fleetbench.profile import profile_of
 from fleetbench.store import commit, machine, new_run_id, versions
 from real.processes.place import OWNER, Place
 from tuner.evidence import Evidence
-from tuner.notes import Moved
+from tuner.notes import Note, Remark, left_out
 from tuner.recommendation import Recommendation
 
 RUNS = "runs"
@@ -46,7 +46,7 @@ _SET_BY_LIBRARIES = ("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK")
 _METHOD = 3
 """Version of the method of runs to the target, raised for changes that no commit shows. Version 3 fits a line to a
 script's losses, and has no warm-up."""
-_TARGET = ("target_loss", "eval_every", "steps")
+_TARGET = ("workload.target_loss", "workload.eval_every", "workload.steps")
 _LINKS = ("cluster.intra.", "cluster.inter.")
 FRESH_S = 3600.0
 """Age in seconds up to which the profile of a script's earlier tuning is reused automatically."""
@@ -148,8 +148,6 @@ class Earlier:
     """Experiment as it was tuned, with the path of the profile that is stored in the folder."""
     inputs: Mapping[str, Any]
     evidence: Evidence
-    learnt: Mapping[str, tuple[float, ...]]
-    """Results of virtual trainers by key; see ``Recommendation.learnt``."""
 
     @classmethod
     def load(cls, path: Path) -> Earlier:
@@ -164,7 +162,7 @@ class Earlier:
             inputs, experiment = read_json((path / _INPUTS).read_text(encoding="utf-8")), Experiment.load(path / _EXPERIMENT)
         profile = str((path / _PROFILE).resolve()) if (path / _PROFILE).is_file() else None
         experiment = experiment.replace(workload=dataclasses.replace(experiment.workload, profile=profile))
-        return cls(path, experiment, inputs, _evidence_in(path), Recommendation.load(path).learnt)
+        return cls(path, experiment, inputs, _evidence_in(path))
 
     def script(self, asked: Experiment, inputs: Mapping[str, Any]) -> Experiment | None:
         """Return the experiment of a user's script, with its stored profile and the requested settings.
@@ -174,7 +172,7 @@ class Earlier:
         old, has_target = self.experiment, asked.workload.target_loss is not None
         if self.inputs != inputs or old.run.launcher != "command" or (old.workload.target_loss is not None) != has_target:
             return None
-        target = {name: getattr(asked.workload, name) for name in _TARGET}
+        target = {name: getattr(asked.workload, name) for name in ("target_loss", "eval_every", "steps")}
         links = {name: getattr(asked.cluster, name) for name in ("intra", "inter", "cores_per_node")}
         return asked.replace(
             workload=dataclasses.replace(old.workload, **target),
@@ -183,37 +181,26 @@ class Earlier:
             run=dataclasses.replace(asked.run, device=old.run.device, backend=old.run.backend, launcher="command"),
         )
 
-    def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> tuple[Evidence, Moved]:
-        """Return the evidence that a tuning of ``experiment`` can reuse, and a note about what has changed.
+    def beside(self, experiment: Experiment, inputs: Mapping[str, Any]) -> tuple[Evidence, Note]:
+        """Return the evidence that a tuning of ``experiment`` can reuse, and a note about it.
 
         ``inputs``: those of the new tuning; see ``inputs_of``.
         """
-        before, now = (dict(flat(encode(one))) for one in (self.experiment, experiment))
-        moved = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("name", "workload.profile")]
-        elsewhere = [name for name in inputs if self.inputs.get(name) != inputs[name]]
-        times = self._other_times(experiment)
-        lines = [f"{key} {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in moved]
-        lines += [*times, *(f"the {name}" for name in elsewhere)]
-
-        run = experiment.run
-        by_times = run.device == "emulated" or bool(experiment.cluster.stragglers)
-        as_they_are = _LINKS if run.launcher in ("local", "command") and run.device != "emulated" else ()
-        target = {f"workload.{name}" for name in _TARGET} & {*moved}
-        rest = [key for key in moved if key not in target]
-        ran = [key for key in rest if key == "tune.leg_steps" or not key.startswith(("tune.", *as_they_are))]
-        holds = not ran and not elsewhere and not (times and by_times)
-        held = "nothing" if not holds else "legs" if target or "tune.metric" in moved else "legs, runs to the target"
-        note = Moved(since=self.path.name, changes=tuple(lines), taken=held)
-        return self.evidence.inherited(experiment.tune.pairs, experiment.tune.min_gain) if holds else Evidence(), note
-
-    def _other_times(self, experiment: Experiment) -> list[str]:
-        """Describe the change of layer times, if there is one."""
-        both = (self.experiment, experiment)
-        old, new = (None if (path := one.workload.profile) is None else file_digest(Path(path)) for one in both)
-        if old == new:
-            return []
-        times = [f"{(table.forward_ns + table.backward_ns) * 1e-6:.4g}" for table in map(table_for, both)]
-        return [f"layer times, of a step {times[0]} -> {times[1]} ms"]
+        both, run = (self.experiment, experiment), experiment.run
+        is_real = run.launcher in ("local", "command") and run.device != "emulated"
+        free = ("name", "tune.", "workload.profile", *_TARGET, *(_LINKS if is_real else ()))
+        before, now = (
+            {key: value for key, value in flat(encode(one)) if key == "tune.leg_steps" or not key.startswith(free)} for one in both
+        )
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        changed += [f"the {name}" for name in inputs if self.inputs.get(name) != inputs[name]]
+        if run.device == "emulated" or experiment.cluster.stragglers:
+            old, new = (None if (path := one.workload.profile) is None else file_digest(Path(path)) for one in both)
+            changed += ["layer times"] if old != new else []
+        if changed:
+            return Evidence(), left_out(f"legs of {self.path.name}", "are measured again", f"changed since: {', '.join(changed)}")
+        note = Remark(text=f"legs of {self.path.name}, and runs to the same target, are taken over")
+        return self.evidence.inherited(experiment.tune.pairs, experiment.tune.min_gain), note
 
 
 def recent(out: Path, inputs: Mapping[str, Any]) -> Earlier | None:

@@ -34,8 +34,8 @@ class Job:
     """Experiment with its profile."""
     runner: Runner
     """Runner of the experiment's legs."""
-    held_s: Callable[[], float] | None = None
-    """Function that returns the trainer seconds so far; None if trainers are not held between legs."""
+    held_s: Callable[[], float] = lambda: 0.0
+    """Function that returns the trainer seconds so far; 0 if trainers are not held between legs."""
     notes: Callable[[], list[Note]] = list
     """Function that returns notes for readers of the verdict."""
 
@@ -91,13 +91,11 @@ def script_of(
         if asked.workload.target_loss is not None and session.experiment.workload.target_loss is None:
             hint = "call fleet.report(loss=loss) before optimizer.step(), or drop the target"
             raise ConfigError("the script reports no loss", "workload.target_loss", f"{asked.workload.target_loss:g}", hint)
-        evidence = None if kept is None else folder.evidence()
-        before_s = 0.0 if evidence is None else evidence.held_s
         experiment = with_leg_steps(known or _profiled(session, out, script.seconds, progress))
         yield Job(
             experiment=experiment,
             runner=session,
-            held_s=lambda: before_s + session.held_s,
+            held_s=lambda: session.held_s,
             notes=lambda: _notes(asked, experiment, session),
         )
 
@@ -137,9 +135,6 @@ def _notes(asked: Experiment, experiment: Experiment, session: ScriptSession) ->
     if session.hosts:
         trainers, hosts = counted(experiment.cluster.trainers, "trainer"), ", ".join(dict.fromkeys(session.hosts))
         notes.append(Remark(text=f"the verdict holds for {trainers} on {hosts}, started by the same command"))
-    if (steps := experiment.tune.leg_steps) < asked.tune.leg_steps:
-        limit = f"tune.leg_seconds = {asked.tune.leg_seconds:g}"
-        notes.append(Remark(text=f"a leg has {steps} steps, not {asked.tune.leg_steps}: more would compute for longer than {limit}"))
     if experiment.cluster.nodes > 1 and experiment.cluster.trainers_per_node > 1 and asked.cluster.intra is None:
         slow = "the simulator took the link inside a node to be as slow as that between nodes"
         notes.append(left_out("cluster.intra", "is not declared", slow))

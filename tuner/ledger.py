@@ -16,7 +16,7 @@ from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.testbed.noise import TRIES
 from tuner.budget import BudgetSpent, budget_for, budget_of, leg_steps_of
-from tuner.evidence import ROUNDS, Comparison, Evidence, Outcome, Pair, Run, compared_as, reaching_as, timed_by
+from tuner.evidence import ROUNDS, Comparison, Evidence, Outcome, Pair, Run, compared_as, reaching_as
 from tuner.recommendation import Arm
 from tuner.recommendation import Pair as Paired
 from tuner.sequential import ERROR, LEAST_PAIRS
@@ -84,22 +84,6 @@ class Ledger:
         places = (self._places.get(self.to_target(arm, seed).ran) for seed in seeds)
         return sum(place is not None and place < len(self.evidence.earlier) for place in places)
 
-    def recall(self, arm: Arm, default: Arm) -> tuple[list[Outcome], list[Outcome]] | None:
-        """Return the legs by which an earlier tuning ranked the arm, and the default's legs of that ranking.
-
-        None if the arm was not ranked.
-        """
-        own, base = (timed_by(self.leg(one.timed)) for one in (arm, default))
-        rounds: dict[str, dict[str, dict[int, Outcome]]] = {}
-        for outcome in self.evidence.earlier:
-            if outcome.ranks:
-                legs = rounds.setdefault(outcome.among, {}).setdefault(outcome.timed, {})
-                legs[outcome.window] = outcome
-        for found in rounds.values():
-            if len(found.get(own, ())) == len(found.get(base, ())) == ROUNDS:
-                return [*found[own].values()], [*found[base].values()]
-        return None
-
     def pairs(self, finalist: Arm, default: Arm, comparison: Comparison) -> Iterator[Paired]:
         """Yield at most ``tune.pairs`` pairs of the default and a finalist, in the order A B, B A, A B, ....
 
@@ -156,13 +140,13 @@ class Ledger:
         num_arms, is_first = 1 + num_others, sum(map(len, self.runs.values())) == 1
         if not num_others or not is_first or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
             return
-        (_, setting), workload, trainers = budget_of(self.experiment), self.experiment.workload, self.experiment.cluster.trainers
+        (_, setting), trainers = budget_of(self.experiment), self.experiment.cluster.trainers
         needs_s = self.spent_s + self.expected_s(wanted, num_targets=1)
-        to_target = "" if workload.target_loss is None else f", a run of {workload.steps} steps to the target"
-        what = f"{2 * num_arms} runs of {leg_steps_of(self.experiment)} steps to choose among {num_arms} strategies{to_target}"
-        takes = f"{what} and {LEAST_PAIRS} pairs would take {needs_s / trainers / 60:.2g} minutes by the first run"
+        what = (
+            f"to rank {num_arms} strategies and run {LEAST_PAIRS} pairs would take {needs_s / trainers / 60:.2g} minutes by the first run"
+        )
         raise BudgetSpent(
-            f"{setting} has no room for a verdict: {takes}; set {budget_for(self.experiment, needs_s)}, or fewer tune.finalists"
+            f"{setting} has no room for a verdict: {what}; set {budget_for(self.experiment, needs_s)}, or fewer tune.finalists"
         )
 
     def expected_s(self, number: int, *, num_targets: int) -> float:

@@ -44,20 +44,6 @@ class Learnt(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios(Config):
-    """Ratios by strategy, or by family of strategies."""
-
-    kind: ClassVar[str] = "ratios"
-    what: str
-    """Meaning of the ratios."""
-    ratios: dict[str, float]
-    """Ratio by name."""
-
-    def __str__(self) -> str:
-        return f"{self.what}: {', '.join(f'{name} {100 * (ratio - 1):+.0f} %' for name, ratio in self.ratios.items())}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Noise(Config):
     """Spread of repeated legs and of pairs, as standard deviations of logarithms."""
 
@@ -81,42 +67,15 @@ class Noise(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved(Config):
-    """Changes since the tuning that this one continues."""
-
-    kind: ClassVar[str] = "earlier tuning"
-    since: str
-    changes: tuple[str, ...]
-    taken: str
-
-    def __str__(self) -> str:
-        more = f" and {len(self.changes) - 8} more" if len(self.changes) > 8 else ""
-        return f"since {self.since} moved: {'; '.join(self.changes[:8]) or 'nothing'}{more}. Taken from it: {self.taken}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Config):
-    """Time that a tuning took, and the number of steps after which it pays off."""
+    """Time that a tuning took."""
 
     kind: ClassVar[str] = "cost"
     took_s: float
     """Seconds that the tuning took."""
-    replayed: int = 0
-    """Number of legs that had run before an interruption."""
-    held_hours: float | None = None
-    """Trainer hours for which the tuning held a script's trainers; None without a script."""
-    pays_after: int | None = None
-    """Number of steps with the recommended strategy that save as much time as the tuning took; None if not known."""
 
     def __str__(self) -> str:
-        said = [f"the tuning took {self.took_s:.3g} s"]
-        if self.replayed:
-            said.append(f"before an interruption it had run {counted(self.replayed, 'leg')}")
-        if self.held_hours is not None:
-            said.append(f"the script held its trainers for {self.held_hours:.2g} trainer hours")
-        if self.pays_after is not None:
-            said.append(f"training with the recommendation saves as much in {self.pays_after:,} steps")
-        return "; ".join(said)
+        return f"the tuning took {self.took_s:.3g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +89,7 @@ class Remark(Config):
         return self.text
 
 
-Note = LeftOut | Learnt | Ratios | Noise | Moved | Cost | Remark
+Note = LeftOut | Learnt | Noise | Cost | Remark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

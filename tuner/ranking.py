@@ -4,21 +4,17 @@ Every arm runs twice: all arms in order, then in reverse order (A B C C B A). Up
 follow, one at a time. Each is chosen by what earlier legs show about the simulator's errors (``tuner.bias``).
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
 
-from fleetbench.strategy import DistributedStrategy
 from tuner.bias import named
 from tuner.budget import DEFAULT
 from tuner.evidence import ROUNDS, Outcome, Run, ranking_of
-from tuner.notes import Ratios
 from tuner.recommendation import Arm
-from tuner.space import differs_in, learns_as
+from tuner.space import learns_as
 from tuner.state import State
-from tuner.targets import may_prove, updates_of
-from tuner.to_target import Penalty
+from tuner.targets import may_prove
 
 KEPT_LEGS = 20
 """Number of legs for which the budget must have room before another arm runs: four to rank it, and 16 in eight
@@ -32,18 +28,14 @@ def choose(state: State) -> None:
         if (arm := following(state)) is None:
             break
         rank(state, [DEFAULT, arm.name])
-    if (erred := _erred(state)) and state.setting.others:
-        state.notes.append(Ratios(what="real over simulated time of a step, relative to the default's", ratios=erred))
 
 
 def rank(state: State, names: Sequence[str]) -> None:
     """Run every arm twice, in an order in which a drift of the machine favours no arm.
 
-    Arms that an earlier tuning has ranked are skipped. An arm with the same legs as another one, for example at
-    another learning rate, takes over its times.
+    An arm with the same legs as another one, for example at another learning rate, takes over its times.
     """
     first = {arm.timed: name for name, arm in reversed(state.arms.items())}
-    names = [name for name in names if first[state.arms[name].timed] != name or not _recall(state, name)]
     twins = {name: whose for name in names if (whose := first[state.arms[name].timed]) != name}
     own = [name for name in names if name != DEFAULT and name not in twins]
     order = [DEFAULT, *own, *reversed(own), DEFAULT] if own or DEFAULT in names else []
@@ -99,74 +91,12 @@ def expected(state: State, arm: Arm) -> float:
     return state.ratios[arm.name] * (state.virtual(arm) if state.asked else _known(state, arm))
 
 
-def between(state: State) -> Arm | None:
-    """Add and return an arm with an untried K that should reach the target before all others, if there is one."""
-    penalty = _penalty(state)
-    if penalty is None or state.asked or not state.ledger.affords(KEPT_LEGS, num_targets=2 * len(state.seeds)):
-        return None
-    known = {arm.strategy.local_steps for arm in state.arms.values()}
-    prices = {
-        strategy: ratio * penalty.ratio(strategy.local_steps)
-        for strategy, ratio in state.setting.others.items()
-        if _is_plain(state, strategy) and strategy.local_steps not in known
-    }
-    if not prices:
-        return None
-    state.notes.append(penalty.at(sorted({strategy.local_steps for strategy in prices})))
-    best = min(prices, key=lambda strategy: prices[strategy])
-    if prices[best] >= min([1.0, *(expected(state, arm) for arm in ranked(state, ()))]):
-        return None
-    return state.add(best)
-
-
 def _known(state: State, arm: Arm) -> float:
-    """Return the arm's updates over the default's, by real runs: the learning rate's effect times that of K."""
-    default, strategy, penalty = state.default.strategy, arm.strategy, _penalty(state)
-    ways = (learns_as(default.replace(lr_scale=scale)) for scale in (strategy.lr_scale, default.lr_scale))
-    taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
-    known = taken[0] / taken[1] if len(taken) == 2 else 1.0
-    is_plain = penalty is not None and _is_plain(state, strategy.replace(lr_scale=default.lr_scale))
-    return known * (penalty.ratio(strategy.local_steps) if penalty is not None and is_plain else 1.0)
-
-
-def _penalty(state: State) -> Penalty | None:
-    """Fit the penalty of local steps to real runs at other K; None without these or with a local default."""
-    if state.default.strategy.is_local:
-        return None
-    ran = [arm for arm in state.arms.values() if arm.strategy.is_local and _is_plain(state, arm.strategy)]
-    found = {arm.strategy.local_steps: updates for arm in ran if (updates := updates_of(state, arm.name)) is not None}
-    return Penalty.of({k: [math.exp(-ratio) for ratio in updates.ratios] for k, updates in found.items()})
-
-
-def _is_plain(state: State, strategy: DistributedStrategy) -> bool:
-    """Whether a strategy is synchronous or has plain local steps, and otherwise learns like the default."""
+    """Return the effect of the arm's learning rate on updates, over the default's, by real runs; 1 if not known."""
     default = state.default.strategy
-    configs = dataclasses.replace(default.localsgd_configs, k_steps=strategy.localsgd_configs.k_steps)
-    return learns_as(strategy) in (learns_as(default), learns_as(default.replace(localsgd=True, localsgd_configs=configs)))
-
-
-def _erred(state: State) -> dict[str, float]:
-    """Return real over simulated step time, relative to the default's, for each family that ran."""
-    default, errors = state.default, dict[str, list[float]]()
-    for name, ratio in state.ratios.items():
-        arm = state.arms[name]
-        if name != DEFAULT:
-            error = math.log(ratio * default.simulated_s / arm.simulated_s)
-            errors.setdefault(differs_in(arm.strategy, default.strategy), []).append(error)
-    return {family: math.exp(statistics.fmean(found)) for family, found in errors.items()}
-
-
-def _recall(state: State, name: str) -> bool:
-    """Reuse the legs by which an earlier tuning ranked the arm; return whether there are any."""
-    if name in state.ratios:
-        return state.ledger.recall(state.arms[name], state.default) is not None
-    if (legs := state.ledger.recall(state.arms[name], state.default)) is None:
-        return False
-    own, default = legs
-    state.ratios[name] = _ratio(own, default)
-    _measured(state, name, own)
-    state.ledger.runs[name] = [outcome.run for outcome in own if outcome.run is not None]
-    return True
+    ways = (learns_as(default.replace(lr_scale=scale)) for scale in (arm.strategy.lr_scale, default.lr_scale))
+    taken = [check.updates[0] or check.steps or 1 for check in map(state.ways.get, ways) if check is not None]
+    return taken[0] / taken[1] if len(taken) == 2 else 1.0
 
 
 def _measured(state: State, name: str, legs: Sequence[Outcome]) -> None:

@@ -15,7 +15,8 @@ from fleetbench.store import save_run
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed
 from real.testbed.noise import quietest
-from tuner.evidence import Comparison, Evidence, Outcome, Pair, Reached, Run
+from tuner.evidence import Comparison, Evidence, Outcome, Pair, Run
+from tuner.recommendation import Reached
 from tuner.to_target import arrival_of
 
 
@@ -48,8 +49,6 @@ class RealRuns:
     evidence: Evidence = field(default_factory=Evidence)
     """Evidence so far."""
     clock: Callable[[], float] = time.perf_counter
-    held_s: Callable[[], float] | None = None
-    """Function that returns trainer seconds so far, if the runner also holds trainers between legs."""
     keep: Callable[[Evidence], None] = lambda _: None
     """Callback that receives the evidence after every leg, however it ended."""
 
@@ -65,7 +64,7 @@ class RealRuns:
         for run in runs:
             outcome = self._run(run)
             self.evidence = self.evidence.with_outcome(outcome)
-            self._hold(outcome.took_s)
+            self.keep(self.evidence)
             if outcome.failure:
                 break
 
@@ -80,18 +79,9 @@ class RealRuns:
             result = quietest(lambda: self.runner.run(request.leg), lambda run: run.summary.foreign_cores, request.tries)
         except LegFailed as failure:
             return Outcome.of(request, self.clock() - began, self.runner.startup_s).with_failure(failure)
-        except BaseException:  # such as Ctrl-C: the time that the leg took is spent
-            self._hold(self.clock() - began)
-            raise
         outcome = Outcome.of(request, self.clock() - began, self.runner.startup_s)
         reached = self._reached(result) if request.leg.ends_at_target else None
         return outcome.with_run(save_run(result, self.folder), reached)
-
-    def _hold(self, took_s: float) -> None:
-        """Count ``took_s`` as held, and store the evidence."""
-        held_s = self.evidence.held_s + self.experiment.cluster.trainers * took_s if self.held_s is None else self.held_s()
-        self.evidence = replace(self.evidence, held_s=held_s)
-        self.keep(self.evidence)
 
     def _reached(self, result: RunResult) -> Reached:
         """Return the steps, noise, final loss and metric of a run that trained towards the target.

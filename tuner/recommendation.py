@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fleetbench import units
 from fleetbench.config import Config, decode, field_types
 from fleetbench.digests import read_json, reading, sealed_json, write_whole
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import counted
 from fleetbench.strategy import DistributedStrategy
 from tuner.notes import Annotated, Noise
 from tuner.pytorch import page_of
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached(Config):
+    """Result of a run to the target."""
+
+    updates: float | None = None
+    """Number of steps per trainer to the target; None if the run ended before reaching it."""
+    noise: float | None = None
+    """Standard deviation of the logarithm of ``updates``; 0 if not estimated, None if the losses do not
+    allow an estimate."""
+    final_loss: float | None = None
+    """Held-out loss after the last step."""
+    metric: float | None = None
+    """Value of ``tune.metric`` at the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,45 +73,26 @@ class TargetCheck(Config):
         noises = [pair for one, another, *pair in runs if one is not None and another is not None]
         return math.hypot(*(math.inf if noise is None else noise for noise in (noises[0] if noises else [])))
 
-    def missed_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Return a reason for rejection if fewer runs arrived than the default's with the same seeds, else None."""
-        runs, num = len(self.updates), sum(one is not None for one in default.updates[: len(self.updates)])
-        if self.num_reached >= num:
-            return None
-        return f"reaches the target loss {target:g} in {self.num_reached} of {counted(runs, 'run')}, the default in {num}"
+    def misses_beside(self, default: TargetCheck) -> bool:
+        """Whether fewer runs arrived than the default's with the same seeds, or at most half if the default never does."""
+        is_seldom = not default.reached and 2 * self.num_reached <= len(self.updates)
+        return is_seldom or self.num_reached < default.num_beside(self)
 
-    def seldom_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Return a reason for rejection if the default never arrived and at most half of these runs did, else None."""
-        if default.reached or 2 * self.num_reached > len(self.updates):
-            return None
-        return f"reaches the target loss {target:g} in {self.num_reached} of {len(self.updates)} runs, and the default in none"
+    def num_beside(self, other: TargetCheck) -> int:
+        """Number of runs that reached the target with the seeds of ``other``."""
+        return sum(one is not None for one in self.updates[: len(other.updates)])
 
-    def lost_beside(self, default: TargetCheck, target: float | None) -> str | None:
-        """Return a reason for rejection if the first run lost the target again, unlike the default's, else None."""
-        if None in (target, self.final_loss, default.final_loss) or not default.final_loss <= target < self.final_loss:  # type: ignore[operator]
-            return None
-        ends = f"it ends at {self.final_loss:.3g}, the default at {default.final_loss:.3g}"
-        return f"reaches the target loss {target:g} and loses it again: {ends}"
-
-    def with_run(
-        self,
-        updates: float | None,
-        final_loss: float | None,
-        steps: int,
-        metric: float | None = None,
-        noise: float | None = 0.0,
-        run: str | None = None,
-    ) -> TargetCheck:
+    def with_run(self, reached: Reached, steps: int, run: str | None) -> TargetCheck:
         """Return the check with the results of another run added."""
         return dataclasses.replace(
             self,
-            updates=(*self.updates, updates),
-            reached=self.reached or updates is not None,
-            metrics=(*self.metrics, metric),
-            noise=(*self.noise, noise),
+            updates=(*self.updates, reached.updates),
+            reached=self.reached or reached.updates is not None,
+            metrics=(*self.metrics, reached.metric),
+            noise=(*self.noise, reached.noise),
             runs=(*self.runs, *filter(None, [run])),
             steps=max(steps, self.steps or 0),
-            final_loss=self.final_loss if self.updates else final_loss,
+            final_loss=self.final_loss if self.updates else reached.final_loss,
         )
 
     def __str__(self) -> str:
@@ -181,24 +175,6 @@ class Pair(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial(Config):
-    """A simulated strategy."""
-
-    parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
-    way: str = ""
-    """Way of training, in words."""
-    arm: str | None = None
-    """Name of the arm, if the strategy ran for real."""
-    simulated_s: float
-    """Simulated seconds per step, in the search's window for all trials."""
-
-    @classmethod
-    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data without two keys of earlier versions: the trial's number, and whether it was repeated."""
-        return {name: value for name, value in data.items() if name not in ("number", "repeated")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation(Annotated):
     """The strategy to use, and why. ``speedup``, ``low`` and ``high`` refer to time per sample; above 1 is faster."""
 
@@ -242,10 +218,8 @@ class Recommendation(Annotated):
     """Pairs of the finalist and the default."""
     arms: tuple[Arm, ...] = ()
     """Strategies that ran for real; the first is the default."""
-    trials: tuple[Trial, ...] = ()
-    """Every strategy that was simulated or ran for real, each different one once, the fastest first."""
-    learnt: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Results of the training runs of virtual trainers, by key; see ``tuner.learning.Reached``."""
+    num_trials: int = 0
+    """Number of different strategies that were simulated."""
     caveat: str | None = None
     """Note that no way is known to reach the target, or that the default reaches it sooner at another
     learning rate."""

@@ -23,11 +23,11 @@ from fleetbench.plan.combination import OUTSIDE
 from fleetbench.strategy import DistributedStrategy
 from sim.many.pool import Where, run_all
 from tuner.notes import Note, left_out
-from tuner.space import Equivalence, Space, learns_as, parameters_of, way_of, with_different_sizes
+from tuner.space import Equivalence, Space, learns_as, parameters_of, way_of
 from tuner.study import open_study, run_trial, trials
 
 MOST_PLANS = 20_000
-"""Largest number of points of a space that is enumerated; bucket sizes that give equal buckets count once."""
+"""Largest number of points of a space that is enumerated."""
 _MOST_PRUNED = 4
 """Number of pruned proposals, as a multiple of ``tune.trials``, after which Optuna's search ends."""
 PROBED = 20
@@ -145,12 +145,11 @@ def search(
     """
     tell, same = progress or (lambda *_: None), Equivalence(experiment)
     arms = {"default": experiment.strategy} | ({} if advised is None else {"advice": advised})
-    fewer = with_different_sizes(space, same)
     is_shared = experiment.tune.storage is not None
-    found = None if is_shared else _enumerated(experiment, fewer, arms, same, step_s, tell, on)
+    found = None if is_shared else _enumerated(experiment, space, arms, same, step_s, tell, on)
     why = "they exclude each other's values, or are one of the others to the simulator"
     if found is None:
-        found = _proposed(experiment, fewer, arms, same, step_s, tell, out)
+        found = _proposed(experiment, space, arms, same, step_s, tell, out)
         because = "tune.storage is set" if is_shared else "all are too many, or take more than tune.search_seconds"
         why = f"Optuna proposed the others (tune.trials), because {because}"
     tell(len(found.tried), len(found.tried))
@@ -231,6 +230,12 @@ def _outcome(step_s: StepS, strategy: DistributedStrategy) -> _Outcome:
         return step_s(strategy), time.perf_counter() - began
     except ConfigError as error:
         return error, time.perf_counter() - began
+
+
+def timed(strategy: DistributedStrategy, step_s: StepS) -> Tried:
+    """Simulate a strategy. Raises the error of ``step_s``."""
+    began = time.perf_counter()
+    return Tried(strategy, step_s(strategy), took_s=time.perf_counter() - began)
 
 
 def shortened(experiment: Experiment, least: int | None = None) -> Window:
@@ -317,7 +322,7 @@ def _proposed(
     out: Path,
 ) -> Search:
     """Simulate the arms and Optuna's proposals until the study has ``tune.trials`` complete trials."""
-    wanted, results = experiment.tune.trials, _Results(step_s)
+    wanted, known, refused = experiment.tune.trials, dict[str, float](), list[ConfigError]()
 
     def strategy_of(trial: optuna.Trial | FrozenTrial) -> DistributedStrategy:
         arm = trial.user_attrs.get("arm")
@@ -330,64 +335,32 @@ def _proposed(
             for name, values in space.choices:
                 trial.suggest_categorical(name, values)
         try:
-            strategy = strategy_of(trial)
-        except ConfigError:
+            key = same.key(strategy := strategy_of(trial))
+            trial.set_user_attr("key", key)
+            known[key] = known[key] if key in known else step_s(strategy)
+        except ConfigError as error:
+            if arm is not None:
+                raise
+            refused.append(error)
             raise optuna.TrialPruned from None
-        key = same.key(strategy)
-        trial.set_user_attr("key", key)
-        if (seconds := results.seconds(key, strategy, is_arm=arm is not None)) is None:
-            raise optuna.TrialPruned
-        return seconds
+        return known[key]
 
     with open_study(experiment, out) as study:
         while True:
             complete = trials(study, TrialState.COMPLETE)
-            results.known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
-            has_default = any(trial.user_attrs.get("arm") == "default" for trial in complete)
-            if (len(complete) >= wanted and has_default) or len(trials(study, TrialState.PRUNED)) >= _MOST_PRUNED * wanted:
+            known |= {trial.user_attrs["key"]: trial.value for trial in complete if trial.value is not None}
+            present = {trial.user_attrs.get("arm") for trial in complete}
+            is_over = len(complete) >= wanted or len(trials(study, TrialState.PRUNED)) >= _MOST_PRUNED * wanted
+            if is_over and "default" in present:
                 break
             progress(len(complete), wanted)
-            _enqueue_arm(study, space, arms, complete)
+            missing = [arm for arm in arms if arm not in present]
+            if missing and not trials(study, TrialState.WAITING):  # a killed process may have left a waiting trial
+                study.enqueue_trial(space.point_of(arms[missing[0]]) or {}, user_attrs={"arm": missing[0]})
             run_trial(study, experiment.run.seed, objective)
     # in a study of several processes, others may be complete before the arms
     complete.sort(key=lambda trial: [*arms, None].index(trial.user_attrs.get("arm")))
     keyed = [(trial, trial.user_attrs["key"]) for trial in complete]
-    tried = tuple(Tried(strategy_of(trial), results.known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
-    return Search(tried, results.notes())
-
-
-@dataclass(slots=True)
-class _Results:
-    """Simulated seconds per step of an Optuna search, and what could not be simulated."""
-
-    step_s: StepS
-    """Function that simulates a strategy."""
-    known: dict[str, float] = field(default_factory=dict)
-    """Seconds per step, by key."""
-    refused: dict[str, ConfigError] = field(default_factory=dict)
-    """Error of each strategy that cannot be simulated, by key."""
-
-    def seconds(self, key: str, strategy: DistributedStrategy, *, is_arm: bool) -> float | None:
-        """Simulate a strategy once; None if it cannot be simulated. Raises that error for an arm."""
-        if key not in self.known and key not in self.refused:
-            try:
-                self.known[key] = self.step_s(strategy)
-            except ConfigError as error:
-                if is_arm:
-                    raise
-                self.refused[key] = error
-        return self.known.get(key)
-
-    def notes(self) -> tuple[Note, ...]:
-        """Return a note about what could not be simulated, with the first error; none if nothing was refused."""
-        many = f"{len(self.refused)} of Optuna's proposals"
-        return tuple(left_out(many, "cannot be simulated", error) for error in [*self.refused.values()][:1])
-
-
-def _enqueue_arm(study: optuna.Study, space: Space, arms: Mapping[str, DistributedStrategy], complete: Sequence[FrozenTrial]) -> None:
-    """Enqueue the first arm without a complete trial, unless a trial waits: a killed process may have left it."""
-    present = {trial.user_attrs.get("arm") for trial in complete}
-    missing = [arm for arm in arms if arm not in present]
-    if missing and not trials(study, TrialState.WAITING):
-        arm = missing[0]
-        study.enqueue_trial(space.point_of(arms[arm]) or {}, user_attrs={"arm": arm})
+    tried = tuple(Tried(strategy_of(trial), known[key], key, trial.user_attrs.get("arm")) for trial, key in keyed)
+    many = f"{len(refused)} of Optuna's proposals"
+    return Search(tried, tuple(left_out(many, "cannot be simulated", error) for error in refused[:1]))

@@ -127,13 +127,6 @@ def learns_as(strategy: DistributedStrategy) -> tuple[object, ...]:
     return *way_of(strategy), parameters_of(strategy)["wire"]
 
 
-def differs_in(strategy: DistributedStrategy, default: DistributedStrategy) -> str:
-    """Describe how a strategy's arithmetic differs from the default's."""
-    own, base = parameters_of(strategy)["wire"], parameters_of(default)["wire"]
-    changes = (("other training", way_of(strategy) != way_of(default)), ("another wire", own != base))
-    return " and ".join(name for name, changed in changes if changed) or "same arithmetic"
-
-
 def name_of(strategy: DistributedStrategy) -> str:
     """Describe a strategy's way of training in words."""
     at = f" at {strategy.lr_scale:g} times the learning rate" if strategy.lr_scale != 1 else ""
@@ -332,19 +325,3 @@ class Equivalence:
             plan = build_plan(planned, table.by_readiness(), self._setting(planned, table))
             self._digests[planned, table.key] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]  # faster than the plan's own digest
         return self._digests[planned, table.key]
-
-
-def with_different_sizes(space: Space, same: Equivalence) -> Space:
-    """Return the space with only one of all bucket sizes that give the same buckets.
-
-    It is the base strategy's own size, or else the largest.
-    """
-    own, choices = parameters_of(space.base)["fusion"], dict(space.choices)
-    names = [name for name in ("local_steps", "thread_num") if name in choices]
-    ways: list[Parameters] = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[name] for name in names))]
-    sizes = [value for value in choices.get("fusion", ()) if not isinstance(value, str)]
-    kept: dict[tuple[str, ...], Value] = {}
-    for size in sorted(sizes, key=lambda size: (size != own, -size)):
-        kept.setdefault(tuple(same.key(space.strategy({**way, "fusion": size})) for way in ways), size)
-    choices["fusion"] = tuple(value for value in choices.get("fusion", ()) if value in kept.values() or isinstance(value, str))
-    return dataclasses.replace(space, choices=tuple((name, choices[name]) for name, _ in space.choices))

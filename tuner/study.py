@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,35 +94,19 @@ def run_trial(study: optuna.Study, seed: int, objective: Callable[[Trial], float
     study.optimize(objective, n_trials=1)
 
 
-@dataclass(slots=True)
-class Recorded:
-    """A function that simulates strategies, and records the results and how long each took."""
-
-    step_s: Callable[[DistributedStrategy], float]
-    """Function that simulates a strategy and returns its seconds per step."""
-    values: dict[DistributedStrategy, tuple[float, float]] = field(default_factory=dict)
-    """Seconds per step, and seconds that simulating them took, by strategy."""
-
-    def __call__(self, strategy: DistributedStrategy) -> float:
-        """Simulate a strategy, and record its seconds per step."""
-        began = time.perf_counter()
-        value = self.step_s(strategy)
-        self.values[strategy] = value, time.perf_counter() - began
-        return value
-
-    def save(self, path: Path, name: str, attributes: Callable[[DistributedStrategy], Mapping[str, Any]]) -> None:
-        """Write a study with one trial per strategy: the fields that differ, seconds, duration, ``attributes``."""
-        points = [{key: value if isinstance(value, _PLAIN) else str(value) for key, value in flat(encode(one))} for one in self.values]
-        choices = {key: list(dict.fromkeys(point.get(key) for point in points)) for point in points for key in point}
-        varied: dict[str, BaseDistribution] = {key: CategoricalDistribution(values) for key, values in choices.items() if len(values) > 1}
-        with _quiet():
-            study = optuna.create_study(storage=JournalStorage(JournalFileBackend(str(path))), study_name=name)
-            for (strategy, (value, took_s)), point in zip(self.values.items(), points, strict=True):
-                params, attrs = {key: point.get(key) for key in varied}, dict(attributes(strategy))
-                trial = optuna.create_trial(params=params, distributions=varied, value=value, user_attrs=attrs)
-                assert trial.datetime_complete is not None, "a trial with a value is complete"
-                trial.datetime_start = trial.datetime_complete - dt.timedelta(seconds=took_s)
-                study.add_trial(trial)
+def save_study(path: Path, name: str, simulated: Mapping[DistributedStrategy, tuple[float, float, Mapping[str, Any]]]) -> None:
+    """Write a study with one trial per strategy: the fields that differ, seconds per step, duration and attributes."""
+    points = [{key: value if isinstance(value, _PLAIN) else str(value) for key, value in flat(encode(one))} for one in simulated]
+    choices = {key: list(dict.fromkeys(point.get(key) for point in points)) for point in points for key in point}
+    varied: dict[str, BaseDistribution] = {key: CategoricalDistribution(values) for key, values in choices.items() if len(values) > 1}
+    with _quiet():
+        study = optuna.create_study(storage=JournalStorage(JournalFileBackend(str(path))), study_name=name)
+        for (value, took_s, attrs), point in zip(simulated.values(), points, strict=True):
+            params = {key: point.get(key) for key in varied}
+            trial = optuna.create_trial(params=params, distributions=varied, value=value, user_attrs=dict(attrs))
+            assert trial.datetime_complete is not None, "a trial with a value is complete"
+            trial.datetime_start = trial.datetime_complete - dt.timedelta(seconds=took_s)
+            study.add_trial(trial)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ the default's for the same seeds (``tuner.to_target``).
 import dataclasses
 import math
 import statistics
+from collections.abc import Iterator
 
 from fleetbench.quantities import counted
 from fleetbench.target import median_arrival
@@ -25,7 +26,7 @@ def reaches_target(state: State, name: str) -> bool:
     """Run an arm to the target, and return whether its runs allow recommending it; if not, reject the arm."""
     with state.rejecting(name):
         check_target(state, name)
-        if (rejection := _rejection(state, name)) is not None:
+        if (rejection := next(_rejections(state, name), None)) is not None:
             state.update(name, rejected=rejection)
     return state.arms[name].rejected is None
 
@@ -40,9 +41,6 @@ def check_target(state: State, name: str) -> None:
         _run_other_seeds(state, name)
     for shown in (DEFAULT, name):
         _show(state, shown)
-    if (whose := state.ways[way].from_arm) != name:
-        alike = f"it trains step for step like {'the default' if whose == DEFAULT else whose}, whose runs stand for it"
-        state.notes.append(left_out(f"a run of {name} to the target", "is not needed", alike))
     if name == DEFAULT and not state.ways[way].reached:
         missed = f"does not reach the target loss {target:g} in {state.ways[way].steps} steps"
         state.notes.append(left_out("the default", missed, "only a strategy that does can be recommended"))
@@ -54,7 +52,6 @@ def run_rates(state: State) -> None:
     rated = [arm.name for arm in state.arms.values() if arm.strategy != default.strategy and arm.timed == default.timed]
     for name in rated if not state.asked else ():
         if not state.ledger.affords(2 * FIRST_LOOK, num_targets=1):
-            state.notes.append(left_out(f"a run of {name} to the target", "is left out", "the budget has no room for it"))
             return
         with state.rejecting(name):
             _run_to_target(state, name, 0)
@@ -123,8 +120,8 @@ def _run_other_seeds(state: State, name: str) -> None:
     way, base, late = state.way(name), state.way(DEFAULT), math.log(state.ratios[name])
     judged = state.ledger.seeds_before(state.arms[name], state.seeds)
     for number in range(1, judged if judged >= FEWEST_SEEDS else len(state.seeds)) if missing(state, name) else ():
-        missed = state.ways[way].missed_beside(state.ways[base], state.experiment.workload.target_loss)
-        if missed or len(state.seeds) == 1:
+        check, default = state.ways[way], state.ways[base]
+        if check.num_reached < default.num_beside(check) or len(state.seeds) == 1:
             return
         if (known := updates_of(state, name)) is not None and known.mean + known.half(ERROR, 1) < late:
             return
@@ -154,7 +151,7 @@ def _run_to_target(state: State, name: str, number: int) -> None:
         state.seeds = state.seeds[:1]
         state.notes.append(left_out(f"two seeds of {name}", "count as one", f"runs are equal; a script takes its seed from {SEED}"))
         return
-    state.ways[way] = check.with_run(reached.updates, reached.final_loss, outcome.steps, reached.metric, reached.noise, outcome.run)
+    state.ways[way] = check.with_run(reached, outcome.steps, outcome.run)
 
 
 def _show(state: State, name: str) -> None:
@@ -166,39 +163,29 @@ def _show(state: State, name: str) -> None:
     state.update(name, target=dataclasses.replace(check, time_s=time_s, from_arm=None if check.from_arm == name else check.from_arm))
 
 
-def _rejection(state: State, name: str) -> str | None:
-    """Return why an arm's runs to the target rule it out; None if they do not, or without a target."""
-    arm, default, target = state.arms[name], state.default, state.experiment.workload.target_loss
-    if arm.target is None or default.target is None:
-        return None
-    if not arm.target.reached:
-        return _misses(arm.target, target)
+def _rejections(state: State, name: str) -> Iterator[str]:
+    """Yield the reasons for which an arm's runs to the target rule it out; none without a target."""
+    arm, tune, target = state.arms[name], state.experiment.tune, state.experiment.workload.target_loss
+    if arm.target is None or target is None:
+        return
+    own, base = (state.ways[state.way(one)] for one in (name, DEFAULT))
+    runs, ends, default_ends = len(own.updates), own.final_loss, base.final_loss
+    if not own.reached:
+        needs = ", of three evaluations in a row: workload.eval_every" if ends is not None and ends <= target else ""
+        final = "" if ends is None else f" (final loss {ends:.3g}{needs})"
+        of_all = "" if runs == 1 else f", in none of {runs} runs"
+        yield f"does not reach the target loss {target:g} in {own.steps} steps{of_all}{final}"
     if state.way(name) == state.way(DEFAULT):
-        return None
-    own, beside = (state.ways[state.way(one)] for one in (name, DEFAULT))
-    lost = own.missed_beside(beside, target) or arm.target.lost_beside(default.target, target)
-    if (worse := lost or own.seldom_beside(beside, target) or _falls(state, name)) is not None:
-        return worse
+        return
+    if own.misses_beside(base):
+        of_runs = f"in {own.num_reached} of {counted(runs, 'run')}, the default in {base.num_beside(own) or 'none'}"
+        yield f"reaches the target loss {target:g} {of_runs}"
+    if ends is not None and default_ends is not None and default_ends <= target < ends:
+        yield f"reaches the target loss {target:g} and loses it again: it ends at {ends:.3g}, the default at {default_ends:.3g}"
+    metrics = metrics_of(state, name)
+    if metrics is not None and metrics[1] - metrics[0] > tune.metric_drop:
+        fallen = f"{tune.metric} is {metrics[0]:.4g} at the target, and the default's {metrics[1]:.4g}"
+        yield f"{fallen}: it may fall by tune.metric_drop = {tune.metric_drop:g}"
     updates, took = updates_of(state, name), "" if arm.target.time_s is None else f" in {arm.target.time_s:.3g} s"
     if updates is not None and updates.mean - math.log(state.ratios[name]) < 0:
-        return f"reaches the target{took}, later than the default ({default.target})"
-    return None
-
-
-def _misses(check: TargetCheck, target: float | None) -> str:
-    """Describe that no run reached the target."""
-    loss, runs = check.final_loss, len(check.updates)
-    at_last = loss is not None and target is not None and loss <= target
-    needs = ", of three evaluations in a row: workload.eval_every" if at_last else ""
-    final = "" if loss is None else f" (final loss {loss:.3g}{needs})"
-    of_all = "" if runs == 1 else f", in none of {runs} runs"
-    return f"does not reach the target loss {target:g} in {check.steps} steps{of_all}{final}"
-
-
-def _falls(state: State, name: str) -> str | None:
-    """Return a reason for rejection if the metric is too far below the default's, else None."""
-    tune, metrics = state.experiment.tune, metrics_of(state, name)
-    if metrics is None or metrics[1] - metrics[0] <= tune.metric_drop:
-        return None
-    fallen = f"{tune.metric} is {metrics[0]:.4g} at the target, and the default's {metrics[1]:.4g}"
-    return f"{fallen}: it may fall by tune.metric_drop = {tune.metric_drop:g}"
+        yield f"reaches the target{took}, later than the default ({state.default.target})"

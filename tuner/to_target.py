@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -34,10 +33,7 @@ from fleetbench.quantities import counted
 from fleetbench.result import RunResult
 from real.job.results import reported_losses
 from real.processes.roles import SEED
-from tuner.notes import Ratios
 
-CONFIDENCE = 0.9
-"""Confidence of the interval of a penalty."""
 FEWEST_SEEDS = 5
 """Least number of seeds with which runs to the target may prove a gain."""
 SPREAD, SPREAD_FREE = 0.2, 4
@@ -209,45 +205,3 @@ def too_few(ran: int, missing: int, seeds: int, asked: int, budget: str | None) 
         runs = f"the {counted(missing, 'run')} that are missing"
         what = f"--from with {budget} has room for {runs}" if budget else f"the notes say what ended {runs}"
     return f"USE to a target takes runs of {FEWEST_SEEDS} seeds, and {ran} {'was' if ran == 1 else 'were'} run: {what}"
-
-
-@dataclass(frozen=True, slots=True)
-class Penalty:
-    """Penalty of local steps: how many more steps to the target training needs at an untried K.
-
-    Parameters that drift apart for K - 1 steps have a worse mean than parameters averaged after every step, and
-    bounds on the difference grow with K - 1 (Stich, arXiv 1805.09767, theorem 2.2). So steps at K are those of
-    synchronous training times ``1 + c (K - 1)``, with ``c`` from least squares over the measured ratios. A run
-    that did not arrive counts as needing all its steps, so ``c`` is then a lower bound.
-    """
-
-    c: float
-    """Relative increase of the steps to the target per additional local step in a round."""
-    half: float | None
-    """Half the 90 % interval of ``c``; None if ``c`` comes from a single run."""
-    largest: int
-    """Largest K that was run; beyond it, ``ratio`` is an extrapolation."""
-
-    @classmethod
-    def of(cls, ratios: Mapping[int, Sequence[float]]) -> Self | None:
-        """Fit the penalty to ratios of steps to the target by K, one per seed; None without a K above 1."""
-        pairs = [(k - 1, ratio - 1) for k, own in ratios.items() if k > 1 for ratio in own]
-        if not pairs:
-            return None
-        x, y = np.array(pairs, dtype=np.float64).T
-        c = float(x @ y / (x @ x))
-        half = None
-        if len(pairs) > 1:
-            deviation = float(np.sqrt(((y - c * x) ** 2).sum() / (len(pairs) - 1) / (x @ x)))
-            half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(pairs) - 1)) * deviation
-        return cls(c, half, int(x.max()) + 1)
-
-    def ratio(self, k_steps: int) -> float:
-        """Return the ratio of steps at K; at least a tenth, because no straight line is credible below that."""
-        return max(0.1, 1 + self.c * (k_steps - 1))
-
-    def at(self, levels: Sequence[int]) -> Ratios:
-        """Return a note with the ratios at the values of K in ``levels``."""
-        interval = "one run, no interval" if self.half is None else f"90 % interval +-{100 * self.half:.2g} %"
-        what = f"steps to the target, {100 * self.c:.2g} % more with each local step ({interval}; run up to K = {self.largest})"
-        return Ratios(what=what, ratios={f"K = {k}": self.ratio(k) for k in levels if k > 1})

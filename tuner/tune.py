@@ -1,10 +1,8 @@
 """Tune: profile, search in the simulator, verify with real runs, recommend."""
 
 import dataclasses
-import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from fleetbench.advice import LOCAL_SGD, MIXED_PRECISION, OP_FUSION, Advice, advice
@@ -12,7 +10,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.combination import OUTSIDE
 from fleetbench.plan.layers import LayerTable
-from fleetbench.plan.rounds import in_leg
+from fleetbench.plan.rounds import in_leg, levels
 from fleetbench.profile import profile_of, table_for
 from fleetbench.recommended import folder_of, keep, key_of_profiled
 from fleetbench.result import RunResult, step_s_of
@@ -21,7 +19,7 @@ from fleetbench.strategy import DistributedStrategy
 from real.processes.diagnosis import LegFailed, LegLost
 from sim.many.pool import Where
 from sim.run import simulate as in_simulator
-from tuner.budget import DEFAULT, SECONDS_PER_HOUR, leg_steps_of, seeds_of
+from tuner.budget import DEFAULT, leg_steps_of, seeds_of
 from tuner.evidence import Evidence
 from tuner.folder import Earlier, Folder
 from tuner.jobs import Job, Script, own_trainers, script_of, stage
@@ -29,13 +27,13 @@ from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Cost, Note, Remark, left_out
 from tuner.pytorch import bucket_sizes_mb
 from tuner.real_runs import RealRuns, Runner
-from tuner.recommendation import Arm, Recommendation, Trial
+from tuner.recommendation import Arm, Recommendation
 from tuner.search import Search, StepS, search, search_listed
 from tuner.served import refuse_unpriced, search_modes
 from tuner.simulated import sharded
 from tuner.simulated.candidates import shortened, step_time
-from tuner.space import name_of, parameters_of, search_space, way_of
-from tuner.study import Recorded
+from tuner.space import search_space, way_of
+from tuner.study import save_study
 from tuner.verify import Progress, verify
 from tuner.ways import Ways, over_seeds, price_ways
 
@@ -43,9 +41,13 @@ Simulate = Callable[[Experiment], RunResult]
 """Interface to the simulator; the default is ``sim.run.simulate``."""
 _VIRTUAL_SEEDS = 16
 """Largest number of seeds with which the best ways of training are compared."""
-_LOCAL_SGD_FIELDS = ("localsgd", "localsgd_configs")
-_COMPUTE = (("thread_num", ("thread_num",)), (OP_FUSION, ("build_strategy",)), (MIXED_PRECISION, ("amp", "amp_configs")))
-"""Rules that change compute: their names, and the fields that they set."""
+_RULES = {
+    LOCAL_SGD: ("localsgd", "localsgd_configs"),
+    "thread_num": ("thread_num",),
+    OP_FUSION: ("build_strategy",),
+    MIXED_PRECISION: ("amp", "amp_configs"),
+}
+"""Fields that rules set which change training or compute, by rule."""
 
 
 def tune(  # noqa: PLR0913  # tests replace two of them
@@ -85,7 +87,7 @@ def tune(  # noqa: PLR0913  # tests replace two of them
         with own if script is None else script_of(script, asked, folder, out, before, progress) as job:
             evidence, notes = _evidence(job, folder, before)
             begun()
-            recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, before, on)
+            recommendation, runs = _measured(job, folder, evidence, out, progress, simulate, on)
     except LegLost:  # another try on this machine may succeed
         raise
     except LegFailed:  # the default's: its fix may be outside of the files in the folder's digest, so nothing is resumed
@@ -94,8 +96,8 @@ def tune(  # noqa: PLR0913  # tests replace two of them
     experiment = job.experiment
     spent_s = runs.evidence.spent_s(experiment.cluster.trainers) / experiment.cluster.trainers
     took_s = max(time.monotonic() - began, spent_s)  # a resumed tuning has spent more than it took now
-    cost = cost_of(recommendation, took_s, len(evidence.outcomes), None if job.held_s is None else job.held_s())
-    told, buckets_mb = (*recommendation.told, *notes, *job.notes(), cost), bucket_sizes_mb(experiment, recommendation.strategy)
+    told = (*recommendation.told, *notes, *job.notes(), Cost(took_s=took_s))
+    buckets_mb = bucket_sizes_mb(experiment, recommendation.strategy)
     recommendation = dataclasses.replace(recommendation, told=told, buckets_mb=buckets_mb)
     path = folder.finish(recommendation, experiment, before)
     store(experiment, recommendation, out)
@@ -134,9 +136,8 @@ def _evidence(job: Job, folder: Folder, earlier: Earlier | None) -> tuple[Eviden
         inherited, note = earlier.beside(job.experiment, folder.inputs)
         notes.append(note)
     if known is not None:
-        return known.taken_up(job.experiment.cluster.trainers), notes
-    held_s = 0.0 if job.held_s is None else job.held_s()
-    evidence = dataclasses.replace(inherited, before_s=held_s, held_s=held_s, startup_s=job.runner.startup_s)
+        return known.taken_up(), notes
+    evidence = dataclasses.replace(inherited, before_s=job.held_s(), startup_s=job.runner.startup_s)
     if folder.experiment() is not None:
         notes.append(left_out("what was measured before an interruption", "is measured again", "it could not be read"))
     folder.begin(job.experiment, evidence)
@@ -150,13 +151,12 @@ def _measured(
     out: Path,
     progress: Progress | None,
     simulate: Simulate | None,
-    earlier: Earlier | None,
     on: Where,
 ) -> tuple[Recommendation, RealRuns]:
     """Search, ask virtual trainers, and verify; return the recommendation and the real runs."""
     experiment = job.experiment
     found, step_s = _search(experiment, simulate, out, stage(progress, "search {} strategies"), on)
-    ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress, earlier)
+    ways = _ways(experiment, found, step_s, by_virtual_trainers if simulate is None else None, out, progress)
     arms, notes = _arms(experiment, found, ways)
 
     simulated: dict[DistributedStrategy, RunResult] = {}
@@ -170,43 +170,31 @@ def _measured(
         return dataclasses.replace(priced, simulated_s=step_s_of(run))
 
     arms = [prepared(arm) for arm in arms]
-    if job.held_s is not None and not evidence.outcomes:  # the search has held a script's trainers, too
-        evidence = dataclasses.replace(evidence, before_s=job.held_s(), held_s=job.held_s())
+    if not evidence.outcomes:  # the search has held a script's trainers, too
+        evidence = dataclasses.replace(evidence, before_s=max(evidence.before_s, job.held_s()))
     runs = RealRuns(
         experiment=experiment,
         runner=job.runner,
         folder=folder.runs,
         step_s=arms[0].simulated_s,
         evidence=evidence,
-        held_s=job.held_s,
         keep=folder.keep,
     )
     recommendation = verify(experiment, arms, runs, progress, others=_searched(found, ways), prepare=prepared)
     stored = {strategy: save_run(run, folder.runs) for strategy, run in simulated.items()}
     with_runs = (dataclasses.replace(arm, simulated_run=_name(stored[arm.timed])) for arm in recommendation.arms)
     recommendation = dataclasses.replace(recommendation, arms=tuple(with_runs))
-    for one in (*found.tried, *ways.others):  # strategies that differ only in learning rate share the simulated seconds
-        step_s.values.setdefault(one.strategy, (one.simulated_s, one.took_s))
     recommendation = dataclasses.replace(
         recommendation,
-        trials=_trials(found, ways, recommendation.arms, step_s),
-        learnt=dict(ways.learnt),
+        num_trials=len({one.strategy for one in (*found.different, *ways.others)}),
         caveat=ways.said_beside(recommendation.strategy, [arm.strategy for arm in recommendation.arms if arm.target is not None]),
         told=(*_of_profile(experiment), *found.notes, *notes, *recommendation.told),
     )
-    step_s.save(folder.path / "study.journal", experiment.name, lambda strategy: _of_trial(strategy, recommendation, ways))
+    trials = {
+        one.strategy: (one.simulated_s, one.took_s, _of_trial(one.strategy, recommendation, ways)) for one in (*found.tried, *ways.others)
+    }
+    save_study(folder.path / "study.journal", experiment.name, trials)
     return recommendation, runs
-
-
-def _trials(found: Search, ways: Ways, arms: Sequence[Arm], step_s: Recorded) -> tuple[Trial, ...]:
-    """Return a trial of every strategy of the search, of every other way of training, and of every arm, the fastest first."""
-    names, own = {arm.strategy: arm.name for arm in arms}, found.default.strategy.lr_scale
-    strategies = dict.fromkeys([*(one.strategy for one in (*found.different, *ways.others)), *names])
-    seconds = {one: step_s.values[one if one in step_s.values else one.replace(lr_scale=own)][0] for one in strategies}
-    return tuple(
-        Trial(parameters=parameters_of(one), way=name_of(one), arm=names.get(one), simulated_s=seconds[one])
-        for one in sorted(strategies, key=lambda one: seconds[one])
-    )
 
 
 def _of_trial(strategy: DistributedStrategy, found: Recommendation, ways: Ways) -> dict[str, str | float | None]:
@@ -217,18 +205,10 @@ def _of_trial(strategy: DistributedStrategy, found: Recommendation, ways: Ways) 
     return {"arm": None if arm is None else arm.name, "verdict": ran or "did not run", "steps to the target": steps}
 
 
-def _ways(
-    experiment: Experiment,
-    found: Search,
-    step_s: StepS,
-    learn: Learn | None,
-    out: Path,
-    progress: Progress | None,
-    earlier: Earlier | None,
-) -> Ways:
+def _ways(experiment: Experiment, found: Search, step_s: StepS, learn: Learn | None, out: Path, progress: Progress | None) -> Ways:
     """Price ways of training by virtual trainers, with other seeds than those of the real runs that prove a gain."""
-    first, known = seeds_of(experiment).stop, None if earlier is None else earlier.learnt
-    ways = price_ways(experiment, found, step_s, learn, out, stage(progress, "virtual trainers"), known, first)
+    first = seeds_of(experiment).stop
+    ways = price_ways(experiment, found, step_s, learn, out, stage(progress, "virtual trainers"), first)
     if learn is None or not ways.updates:
         return ways
     # one seed says little: several seeds for the best ways, twice as many as there is room for
@@ -240,13 +220,13 @@ def _ways(
 
 def _search(
     experiment: Experiment, simulate: Simulate | None, out: Path, progress: Callable[[int, int], None] | None, on: Where
-) -> tuple[Search, Recorded]:
+) -> tuple[Search, StepS]:
     """Simulate strategies; return the results, and the function that simulates another strategy.
 
     With parameter servers or sharding, a list of strategies replaces search space and advice.
     """
     short = shortened(experiment)
-    step_s = Recorded(step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy))))
+    step_s = step_time(short) if simulate is None else lambda strategy: step_s_of(simulate(short.replace(strategy=strategy)))
     if experiment.strategy.mode == "ps":
         return search_modes(experiment, step_s, progress), step_s
     if experiment.strategy.sharding:
@@ -264,17 +244,6 @@ def _of_profile(experiment: Experiment) -> tuple[Remark, ...]:
         return ()
     noise = None if profile.gradient_noise is None else profile.gradient_noise.statement
     return tuple(Remark(text=text) for text in (noise, profile.busy, profile.short_of(experiment)) if text)
-
-
-def cost_of(found: Recommendation, took_s: float, replayed: int, held_s: float | None) -> Cost:
-    """Return what a tuning of ``took_s`` seconds cost, and when its recommendation pays off."""
-    saved_s = statistics.fmean(pair.default_s - pair.finalist_s for pair in found.pairs) if found.verdict == "USE" else 0.0
-    return Cost(
-        took_s=took_s,
-        replayed=replayed,
-        held_hours=None if held_s is None else held_s / SECONDS_PER_HOUR,
-        pays_after=math.ceil(took_s / saved_s) if saved_s > 0 and found.to_target is None else None,
-    )
 
 
 def _searched(found: Search, ways: Ways) -> dict[DistributedStrategy, float]:
@@ -308,7 +277,8 @@ def _arms(experiment: Experiment, found: Search, ways: Ways) -> tuple[list[Arm],
 
 def _priced(arm: Arm, ways: Ways, experiment: Experiment) -> Arm:
     """Complete an arm with the strategy of its legs, and with the results of virtual trainers."""
-    found = ways.levels(arm.strategy, experiment.workload)
+    workload = experiment.workload  # too high a learning rate would make a script's losses infinite
+    found = levels(arm.strategy.replace(lr_scale=ways.lr_scale), workload.steps, workload.steps_per_epoch)
     paced = in_leg(found, (leg_steps_of(experiment) - OUTSIDE) // arm.strategy.gradient_merge_configs.k_steps)
     updates = ways.weight(arm.strategy) if way_of(arm.strategy) in ways.updates else None
     return dataclasses.replace(arm, virtual_updates=updates, paced_by=None if paced == arm.strategy else paced)
@@ -328,28 +298,26 @@ def advice_for(experiment: Experiment, table: LayerTable) -> Advice:
     table of the experiment's own strategy.
     """
     size = sum(gradient.nbytes for gradient in table.by_readiness() if not gradient.sparse)
-    base, device = experiment.strategy, experiment.run.device
-    advised, listed = advice(experiment.workload, experiment.cluster, size, device=device, base=base)
-    left_out = list(listed)
-    without = _with_fields(advised, base, _LOCAL_SGD_FIELDS)
-    first, measured = min((decay.step for decay in experiment.workload.lr_decay), default=0), leg_steps_of(experiment)
+    base, device, workload = experiment.strategy, experiment.run.device, experiment.workload
+    advised, listed = advice(workload, experiment.cluster, size, device=device, base=base)
+    first, measured = min((decay.step for decay in workload.lr_decay), default=0), leg_steps_of(experiment)
     late = f"step {first} lies after the {measured} steps that are measured" if first >= measured else None
-    reason = "no workload.target_loss prices it" if experiment.workload.target_loss is None else late
-    if reason is not None and without != advised:  # no leg would show what it costs and gains
-        advised = without
-        left_out.append(f"{LOCAL_SGD}: {reason}")
-    strategy = _with_fields(advised, base, tuple(name for _, names in _COMPUTE for name in names))
-    for what, names in _COMPUTE:
+    unpriced = "no workload.target_loss prices it" if workload.target_loss is None else late
+    left_out, strategy = [*listed], _with_fields(advised, base, tuple(name for names in _RULES.values() for name in names))
+    for what, names in _RULES.items():
         candidate = _with_fields(strategy, advised, names)
         if candidate == strategy:
             continue
         try:
             table_for(experiment.replace(strategy=candidate))
+            reason = unpriced if what == LOCAL_SGD else None
         except ConfigError as error:
-            name = f"thread_num = {advised.thread_num}" if what == "thread_num" else what
-            left_out.append(f"{name}: {error.what}")
-        else:
+            reason = error.what
+        if reason is None:
             strategy = candidate
+        else:
+            name = f"thread_num = {advised.thread_num}" if what == "thread_num" else what
+            left_out.append(f"{name}: {reason}")
     return Advice(strategy, tuple(left_out))
 
 

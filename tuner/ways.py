@@ -4,28 +4,26 @@ Bucket sizes and communicators change the seconds per step; local steps, an oute
 gradients change the number of steps. A strategy promises the product; real runs decide, with other seeds.
 
 Ways outside the search space use the fastest timing knobs that the search found for the same number of local
-steps. With adaptive K, or local steps that begin late, the length of rounds varies. Seconds per step are then those
-of fixed rounds that synchronise as often on the way to the target (``Ways.levels``).
+steps.
 """
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.plan.rounds import Levels, at_pace, levels
 from fleetbench.quantities import counted
-from fleetbench.strategy import AdaptiveLocalSGDConfigs, DistributedStrategy
+from fleetbench.strategy import DistributedStrategy
 from fleetbench.target import HITS_IN_A_ROW
-from fleetbench.workload import LAYERS, Workload
-from tuner.learning import Arrival, Learn, Progress, Reached, Trainings, Way, and_stays, trainings
+from fleetbench.workload import LAYERS
+from tuner.learning import Learn, Progress, Trainings, Way, trainings
 from tuner.notes import Learnt, Note, left_out
-from tuner.search import Search, StepS, Tried
+from tuner.search import Search, StepS, Tried, timed
 from tuner.space import name_of, way_of
 from tuner.to_target import Updates
 
@@ -68,10 +66,6 @@ class Ways:
     """Largest number of steps of a run."""
     own: Way = ()
     """The default's way of training."""
-    learnt: Mapping[str, Reached] = field(default_factory=dict)
-    """Results of training runs, by key, which a later tuning need not repeat."""
-    paces: Mapping[Way, float] = field(default_factory=dict)
-    """Mean number of steps per round, for ways with varying rounds."""
     caveat: str | None = None
     """Note for the verdict's line if no way of training reaches the target."""
     rated: DistributedStrategy | None = None
@@ -100,22 +94,6 @@ class Ways:
         None if its way of training is not known to arrive.
         """
         return self.weight(tried.strategy) * tried.simulated_s if self.arrives(tried.strategy) else None
-
-    def levels(self, strategy: DistributedStrategy, workload: Workload | None = None) -> Levels:
-        """Return strategies, with their shares, whose mean seconds per step are those of ``strategy``.
-
-        They are the strategy itself or, if its rounds vary, fixed rounds that synchronise as often: as observed
-        on the way to the target or, with a ``workload``, as scheduled over all of its steps. They have the
-        experiment's learning rate: too high a rate would make a script's losses infinite.
-        """
-        pace, strategy = self.paces.get(way_of(strategy)), strategy.replace(lr_scale=self.lr_scale)
-        if pace is not None:
-            return at_pace(strategy, pace)
-        return ((strategy, 1.0),) if workload is None else levels(strategy, workload.steps, workload.steps_per_epoch)
-
-    def step_s(self, strategy: DistributedStrategy, measure: StepS) -> float:
-        """Return a strategy's seconds per step: the mean of ``measure`` over its ``levels``, by share."""
-        return math.fsum(share * measure(one) for one, share in self.levels(strategy))
 
     def weight(self, strategy: DistributedStrategy) -> float:
         """Return the number of steps to the target: ``default_steps`` times the mean ratio to the default over seeds.
@@ -157,16 +135,15 @@ def price_ways(
     learn: Learn | None,
     out: Path,
     progress: Progress | None = None,
-    known: Mapping[str, Reached] | None = None,
     seed: int | None = None,
 ) -> Ways:
     """Train the ways of the search, and others, with virtual trainers within ``tune.search_seconds``.
 
     The default is trained first, then the largest K. ``updates`` is empty if ``learn`` is None, if there is no loss
     or too little time, if no way arrives, if the default or all others could not be trained, or for a user's
-    script, whose ``others`` need real runs. ``known``: results of an earlier tuning. ``seed`` replaces ``run.seed``.
+    script, whose ``others`` need real runs. ``seed`` replaces ``run.seed``.
     """
-    workload, run = experiment.workload, experiment.run
+    workload, run, strategy = experiment.workload, experiment.run, experiment.strategy
     if workload.target_loss is not None and run.launcher == "command":
         return _of_script(experiment, found, step_s)
     if learn is None or not learns(experiment):
@@ -175,103 +152,74 @@ def price_ways(
         least_s = _least_s(experiment)
         takes = f"they would take about {least_s:,.0f} s of a core to the target, or more (tune.search_seconds)"
         return Ways(notes=(left_out("virtual trainers", "are not asked", takes), _BY_STEPS))
-    own = way_of(experiment.strategy)
+    own = way_of(strategy)
     leaders = {way_of(one.strategy): one for one in filter(None, (found.advice, found.default, *reversed(found.ranked)))}
-    others, refused = _others(experiment, leaders, step_s)
-    tried = sorted([*leaders.values(), *others], key=lambda one: (way_of(one.strategy) != own, -one.strategy.local_steps, one.simulated_s))
-    merged = [one for one in tried if one.strategy.gradient_merge and not experiment.strategy.gradient_merge]
-    varying = _varying(experiment, leaders)
-    with trainings(experiment, out, learn, known or {}, experiment.tune.search_seconds, "one seed", progress) as trained:
+    default = leaders.pop(own)
+    others, refused = _others(experiment, default, leaders.values(), step_s)
+    tried = sorted([*leaders.values(), *others], key=lambda one: (one.strategy.gradient_merge, -one.strategy.local_steps, one.simulated_s))
+    with trainings(experiment, out, learn, experiment.tune.search_seconds, "one seed", progress) as trained:
         trained.seeded = experiment if seed is None else experiment.replace(run=dataclasses.replace(run, seed=seed))
-        arriving, rate = _train([one for one in tried if one not in merged], varying, trained, experiment.tune)
-        refined = _refined([*tried, *arriving], trained, step_s) if experiment.tune.diloco else []
-        most_s = SLACK * (trained.steps(experiment.strategy) or math.inf) * tried[0].simulated_s
-        for one in merged:  # last, because they seldom gain
-            start = one.strategy.replace(lr_scale=rate)
-            if trained.steps(start, most_s / one.simulated_s) is not None:
-                arriving.append(Tried(start, one.simulated_s))
-    varying = [one.replace(lr_scale=rate) for one in varying]
-    arrivals, learnt = trained.arrivals, trained.kept
+        arriving = _train(default, tried, trained, experiment.tune, step_s)
+    arrivals = trained.arrivals
     notes = (*_notes(trained), *refused, *trained.refused.values())
     if own not in arrivals or len(arrivals) == 1 or not any(arrivals.values()):
         in_vain = bool(arrivals) and not any(arrivals.values())
         never = f"no way that virtual trainers trained reaches loss {workload.target_loss:g} within workload.steps = {workload.steps}"
-        return Ways(notes=(*notes, _BY_STEPS), learnt=learnt, caveat=never if in_vain else None, in_vain=True)
-    updates = {way: (arrival and arrival.steps,) for way, arrival in arrivals.items()}
-    known_ways = Ways(updates=updates, notes=notes, steps=workload.steps, own=own, learnt=learnt, lr_scale=experiment.strategy.lr_scale)
-    known_ways = _with_varying(known_ways, [one for one in varying if arrivals.get(way_of(one))], arrivals, step_s)
-    searched = {one.strategy for one in leaders.values()}
-    others += [one for one in arriving if one.strategy not in {*searched, *(other.strategy for other in others)}]
-    rates = [one.strategy for one in arriving if way_of(one.strategy.replace(lr_scale=known_ways.lr_scale)) == own]
-    return dataclasses.replace(known_ways, others=(*others, *refined, *known_ways.others), rated=_better_rated(known_ways, rates))
+        return Ways(notes=(*notes, _BY_STEPS), caveat=never if in_vain else None, in_vain=True)
+    updates = {way: (steps,) for way, steps in arrivals.items()}
+    known = {one.strategy for one in (default, *tried)}
+    new = (*others, *(one for one in arriving if one.strategy not in known))
+    ways = Ways(updates=updates, others=new, notes=notes, steps=workload.steps, own=own, lr_scale=strategy.lr_scale)
+    rates = [one.strategy for one in arriving if way_of(one.strategy.replace(lr_scale=strategy.lr_scale)) == own]
+    return dataclasses.replace(ways, rated=_better_rated(ways, rates))
 
 
-def _train(tried: Sequence[Tried], varying: Sequence[DistributedStrategy], trained: Trainings, tune: Tune) -> tuple[list[Tried], float]:
-    """Train the first way, the default's, at several learning rates; then the others, the best at several rates.
+def _train(default: Tried, others: Sequence[Tried], trained: Trainings, tune: Tune, step_s: StepS) -> list[Tried]:
+    """Train the default at several learning rates; then the others, of which the best at several rates.
 
     Others are trained at the default's best rate, or at the experiment's if they do not arrive, or have an
     outer optimizer, which multiplies it. A run is given up if the default would arrive much sooner. Return the
-    ways at each rate at which they arrive, without the default at its own rate; and the default's best rate.
+    ways at each rate at which they arrive, without the default at its own rate.
     """
-    default, *others = tried
     rates, own = tune.lr_scale or RATES, default.strategy
     steps = trained.steps(own) or math.inf
     if way_of(own) not in trained.arrivals:
-        return [], own.lr_scale
-    scaled = trained.climb(own, rates)
-    best = min(scaled, key=lambda one: trained.steps(one) or math.inf, default=own)
-    rate = best.lr_scale if (trained.steps(best) or math.inf) < NOTICED * steps else own.lr_scale
-    arriving, priced = [Tried(one, default.simulated_s) for one in scaled], list[tuple[float, Tried]]()
+        return []
+    arriving = [Tried(one, default.simulated_s) for one in trained.climb(own, rates)]
+
+    def seconds(one: Tried) -> float:
+        return (trained.steps(one.strategy) or math.inf) * one.simulated_s
+
+    best = min([default, *arriving], key=seconds)
+    rate = best.strategy.lr_scale if seconds(best) < NOTICED * seconds(default) else own.lr_scale
+    found = list[Tried]()
     for one in others:
         at_best = one.strategy.replace(lr_scale=own.lr_scale if one.strategy.has_outer else rate)
         for start in dict.fromkeys((at_best, one.strategy)):
-            if (taken := trained.steps(start, SLACK * steps * default.simulated_s / one.simulated_s)) is not None:
-                priced.append((taken * one.simulated_s, Tried(start, one.simulated_s)))
+            if trained.steps(start, SLACK * steps * default.simulated_s / one.simulated_s) is not None:
+                found.append(Tried(start, one.simulated_s))
                 break
-    for strategy in varying:
-        trained.steps(strategy.replace(lr_scale=rate))
-    arriving += [one for _, one in priced]
-    for _, one in sorted(priced, key=lambda item: item[0])[: tune.finalists]:
-        arriving += [Tried(scaled, one.simulated_s) for scaled in trained.climb(one.strategy, rates)]
-    return arriving, rate
+    for one in sorted(found, key=seconds)[: tune.finalists]:
+        found += [Tried(scaled, one.simulated_s) for scaled in trained.climb(one.strategy, rates)]
+    local = min((one for one in found if one.strategy.localsgd), key=seconds, default=None)
+    refined = [] if local is None or not tune.diloco else _refined(local, seconds(local), trained, step_s)
+    return [*arriving, *found, *refined]
 
 
-def _refined(known: Sequence[Tried], trained: Trainings, step_s: StepS) -> list[Tried]:
-    """Try the changes of ``REFINED`` on the best way with local steps; return the improved way, if any."""
-
-    def seconds(tried: Tried) -> float:
-        return (trained.steps(tried.strategy) or math.inf) * tried.simulated_s
-
-    local = [one for one in known if one.strategy.localsgd and trained.arrivals.get(way_of(one.strategy))]
-    if not local:
-        return []
-    first = best = min(local, key=seconds)
+def _refined(best: Tried, least_s: float, trained: Trainings, step_s: StepS) -> list[Tried]:
+    """Try the changes of ``REFINED``, one after the other, on a way that takes ``least_s``; return the improved way, if any."""
+    first = best
     for changes in REFINED:
         if not best.strategy.localsgd_configs.has_outer and any(name.startswith("outer") for name in changes):
             continue
         try:
             strategy = best.strategy.replace(localsgd_configs=changes)
-            other = Tried(strategy, step_s(strategy))
+            other = timed(strategy, step_s)
         except ConfigError:  # rounds too short for it
             continue
-        trained.steps(strategy, seconds(best) / other.simulated_s)
-        if way_of(strategy) not in trained.arrivals:  # no time
-            break
-        best = min(best, other, key=seconds)
+        took_s = (trained.steps(strategy, least_s / other.simulated_s) or math.inf) * other.simulated_s
+        best, least_s = (other, took_s) if took_s < least_s else (best, least_s)
     return [] if best is first else [best]
-
-
-def _with_varying(ways: Ways, arriving: Sequence[DistributedStrategy], arrivals: Mapping[Way, Arrival | None], step_s: StepS) -> Ways:
-    """Return ``ways`` and the ways with varying rounds, timed by fixed rounds that synchronise as often."""
-    paces = {way_of(one): arrival.k for one in arriving if (arrival := arrivals[way_of(one)]) is not None}
-    paced_ways = dataclasses.replace(ways, paces=paces)
-    paced, beside = _simulated([(one, {}) for one in arriving], lambda one: paced_ways.step_s(one, step_s))
-    fastest = sorted(paced, key=lambda one: ways.weight(one.strategy) * one.simulated_s)
-    adaptive = [one for one in fastest if one.strategy.adaptive_localsgd]  # the rules' legs are alike, so one of them is enough
-    mean = "of fixed rounds that meet as often, of {:.3g} in the mean to the target"
-    timed = [left_out(name_of(one), "has the step time", mean.format(paces[way_of(one)])) for one in arriving]
-    others = tuple(one for one in paced if one not in adaptive[1:])
-    return dataclasses.replace(paced_ways, others=others, notes=(*ways.notes, *timed, *beside))
 
 
 def over_seeds(
@@ -296,13 +244,12 @@ def over_seeds(
     tell, at_own = progress or (lambda *_: None), [one.replace(lr_scale=ways.lr_scale) for one in strategies]
     of_ways = {way_of(strategy): strategy for strategy in filter(None, (experiment.strategy, *strategies, *at_own, ways.rated))}
     updates: dict[Way, tuple[float | None, ...]] = dict.fromkeys(of_ways, ())
-    with trainings(experiment, out, learn, ways.learnt, limit_s, "other seeds") as trained:
+    with trainings(experiment, out, learn, limit_s, "other seeds") as trained:
         for number, seed in enumerate(seeds):
             tell(number, len(seeds))
-            trained.seeded, trained.arrivals = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)), {}
-            trained.learn, trained.whose = learn, ""
-            least = math.ceil(trained.steps(experiment.strategy) or experiment.workload.steps)
-            trained.learn, trained.whose = and_stays(learn, least), f", and is there after {least}"
+            trained.seeded = experiment.replace(run=dataclasses.replace(experiment.run, seed=seed))
+            trained.arrivals, trained.at_least = {}, 0
+            trained.at_least = math.ceil(trained.steps(experiment.strategy) or experiment.workload.steps)
             steps = [trained.steps(strategy) for strategy in of_ways.values()]
             if len(trained.arrivals) < len(of_ways):
                 break
@@ -311,22 +258,15 @@ def over_seeds(
     if not updates[ways.own]:
         no_time = left_out("further seeds", "are not trained", "there was no time (tune.search_seconds)")
         return dataclasses.replace(ways, notes=(*ways.notes, no_time))
-    said = tuple(f"{name_of(of_ways[way])}: {_in_words(each)}" for way, each in updates.items())
-    by = f"{counted(len(updates[ways.own]), 'seed')}, mean (least to most), not lost before the default is there"
+    said = tuple(f"{name_of(of_ways[way])}: {', '.join(map(_in_words, each))}" for way, each in updates.items())
+    by = f"{counted(len(updates[ways.own]), 'seed')}, not lost before the default is there"
     note = Learnt(target_loss=experiment.workload.target_loss or 0.0, seeds=by, ways=said)
-    ways = dataclasses.replace(ways, updates=updates, learnt=trained.kept, notes=(*ways.notes, note))
+    ways = dataclasses.replace(ways, updates=updates, notes=(*ways.notes, note))
     return dataclasses.replace(ways, rated=ways.rated and _better_rated(ways, [ways.rated]))
 
 
-def _in_words(steps: Sequence[float | None]) -> str:
-    """Describe the steps of one way over seeds: mean, range, and how many runs arrive if some do not."""
-    arrived = [one for one in steps if one is not None]
-    if not arrived:
-        return "never"
-    words = [f"{min(arrived):.0f} to {max(arrived):.0f}"] if len(arrived) > 1 else []
-    if len(arrived) < len(steps):
-        words.append(f"{len(arrived)} of {len(steps)} arrive")
-    return f"{statistics.fmean(arrived):.0f}" + (f" ({', '.join(words)})" if words else "")
+def _in_words(steps: float | None) -> str:
+    return "not in time" if steps is None else f"{steps:.0f}"
 
 
 def learns(experiment: Experiment) -> bool:
@@ -352,43 +292,21 @@ def _least_s(experiment: Experiment) -> float:
     return steps * experiment.cluster.trainers * step_flops(experiment.workload) / _CORE_FLOPS_S
 
 
-def _others(experiment: Experiment, leaders: Mapping[Way, Tried], step_s: StepS) -> tuple[list[Tried], list[Note]]:
+def _others(experiment: Experiment, default: Tried, leaders: Iterable[Tried], step_s: StepS) -> tuple[list[Tried], list[Note]]:
     """Return ways outside the search space, with the knobs of their ``leaders``, and notes about failures.
 
     They are an outer optimizer for each searched K that has none, and merged gradients, unless the default has
     these or local steps.
     """
-    tune, changes = experiment.tune, list[_Change]()
-    if experiment.strategy.mode == "ps":
+    tune, own, changes = experiment.tune, default.strategy, list[_Change]()
+    if own.mode == "ps":
         return [], []
-    for strategy in (tried.strategy for tried in leaders.values()):
-        configs = strategy.localsgd_configs
-        if strategy.localsgd and not configs.has_outer and tune.diloco:
+    for strategy in (own, *(tried.strategy for tried in leaders)):
+        if strategy.localsgd and not strategy.localsgd_configs.has_outer and tune.diloco:
             changes.append((strategy, {"localsgd_configs": OUTER}))
-    own = leaders[way_of(experiment.strategy)].strategy
     if not (own.is_local or own.gradient_merge):
         changes += [(own, {"gradient_merge": True, "gradient_merge_configs": {"k_steps": k}}) for k in tune.gradient_merge if k > 1]
     return _simulated(changes, step_s)
-
-
-def _varying(experiment: Experiment, leaders: Mapping[Way, Tried]) -> list[DistributedStrategy]:
-    """Return strategies with varying rounds: adaptive K, and local steps from the first learning-rate decay on.
-
-    Adaptive K starts from the largest searched K, by two rules that follow the loss.
-    """
-    tune, decays = experiment.tune, experiment.workload.lr_decay
-    averaged = [one.strategy for one in leaders.values() if one.strategy.localsgd and not one.strategy.localsgd_configs.has_outer]
-    own = experiment.strategy
-    if not averaged or not tune.adaptive or own.mode == "ps" or own.adaptive_localsgd or own.localsgd_configs.begin_step > 1:
-        return []
-    largest = max(averaged, key=lambda strategy: strategy.local_steps)
-    rules: tuple[Literal["fleet", "paper"], ...] = ("paper", "fleet")
-    shared = largest.localsgd_configs.shared()
-    adaptive = [AdaptiveLocalSGDConfigs(init_k_steps=largest.local_steps, variant=rule, **shared) for rule in rules]
-    found = [largest.without("localsgd").replace(adaptive_localsgd=True, adaptive_localsgd_configs=configs) for configs in adaptive]
-    begin_step = min((decay.step for decay in decays), default=1)
-    late = [one.replace(localsgd_configs={"begin_step": begin_step}) for one in averaged]
-    return list({way_of(one): one for one in [*found, *(late if begin_step > 1 else [])]}.values())
 
 
 def _of_script(experiment: Experiment, found: Search, step_s: StepS) -> Ways:
@@ -422,7 +340,7 @@ def _simulated(changes: Sequence[_Change], step_s: StepS) -> tuple[list[Tried], 
     for leader, changed in changes:
         try:
             strategy = leader.replace(**changed)
-            found.append(Tried(strategy, step_s(strategy)))
+            found.append(timed(strategy, step_s))
         except ConfigError as error:
             refused.append(left_out(", ".join(changed), "is not tried", error))
     return found, refused
@@ -439,10 +357,10 @@ def _notes(trained: Trainings) -> list[Note]:
     """Return notes about the steps of each way, by learning rate, and about ways that were not trained."""
     run, workload, strategies = trained.seeded.run, trained.seeded.workload, trained.strategies
     taken: dict[str, list[str]] = {}
-    for way, one in trained.arrivals.items():
-        end, scale = trained.ends[way], strategies[way].lr_scale
-        steps = f"{one.steps:.0f}" if one is not None else "never" if end >= workload.steps else f"not in {end}"
-        taken.setdefault(name_of(strategies[way].replace(lr_scale=1.0)), []).append(steps + (f" at {scale:g}x" if scale != 1 else ""))
+    for way, steps in trained.arrivals.items():
+        scale = strategies[way].lr_scale
+        words = _in_words(steps) + (f" at {scale:g}x" if scale != 1 else "")
+        taken.setdefault(name_of(strategies[way].replace(lr_scale=1.0)), []).append(words)
     said = tuple(f"{name}: {', '.join(steps)}" for name, steps in taken.items())
     rates = " (at 2x: at twice workload.lr)" if any(one.lr_scale != 1 for one in strategies.values()) else ""
     notes: list[Note] = [Learnt(target_loss=workload.target_loss or 0.0, seeds=f"seed {run.seed}{rates}", ways=said)] if said else []

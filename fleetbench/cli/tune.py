@@ -153,8 +153,6 @@ def _run_simulated(arguments: argparse.Namespace) -> int:
         say(f"recommendation: {folder / 'recommended.toml'}")
         return 0
     emit_table(_strategies(found))
-    for knob in found.knobs:
-        emit(f"worth of {knob.name}: {units.ratio(knob.worth)}")
     emit_table(_cases(found))
     emit("every row has the draws of the first; stragglers x 2 doubles their delays, and what slowdown in node_overrides has above 1")
     emit(_parts(found, folder))
@@ -203,7 +201,7 @@ def _strategies(found: SimulatedRecommendation) -> Table:
 
 def _cases(found: SimulatedRecommendation) -> Table:
     of = "" if found.target_loss is None else f": seconds to loss {found.target_loss:g}"
-    title = f"what the answer hangs on{of} ({found.num_reranked} strategies simulated again)"
+    title = f"what the answer hangs on{of}"
     table = new_table(title, "if", "own", "recommended", "changes the answer", "keeping it costs", "then best", left=("then best",))
     for case in found.cases:
         best = units.changes(case.best.changes()) if case.changes_answer else ""

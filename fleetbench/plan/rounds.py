@@ -100,18 +100,6 @@ def levels(strategy: DistributedStrategy, steps: int, steps_per_epoch: int | Non
     return tuple((held(strategy, k), share) for k, share in shares.items())
 
 
-def at_pace(strategy: DistributedStrategy, pace: float) -> Levels:
-    """Return strategies with constant rounds that, by their shares, synchronise once per ``pace`` updates on average.
-
-    The lengths of rounds are the whole numbers around ``pace``, with fragments the multiples of their number.
-    """
-    parts = strategy.localsgd_configs.fragments if strategy.localsgd else 1
-    low = max(parts, math.floor(pace / parts) * parts)
-    high = low + parts
-    share = (1 / max(pace, low) - 1 / high) / (1 / low - 1 / high)
-    return tuple((held(strategy, k), one) for k, one in ((low, share), (high, 1 - share)) if one > 1e-9)
-
-
 def in_leg(found: Levels, updates: int) -> DistributedStrategy:
     """Return the strategy of a leg of ``updates`` updates that synchronises as often as ``found``.
 

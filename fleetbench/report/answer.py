@@ -81,7 +81,7 @@ def answer_of(found: Recommendation, folder: Path, splits: pd.DataFrame, first_s
     if verdict == "UNDECIDED" and any(arm.void_runs for arm in found.arms):
         lines.append(("next", "tune again while the machine is quiet; --from this folder keeps what counted"))
     lines.append(("noise", f"{found.noise or ''}"))
-    counts = f"{len(found.trials)} strategies simulated, {len(found.arms)} of them run for real"
+    counts = f"{found.num_trials} strategies simulated, {len(found.arms)} of them run for real"
     lines.append(("details", f"{folder / 'report.html'}: {counts}, and what was not searched"))
     return Answer(
         verdict=verdict,

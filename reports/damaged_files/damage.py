@@ -163,7 +163,7 @@ def _tunings(folder: Path) -> Iterator[Case]:
 
     failed = Outcome(ran="0123456789abcdef", took_s=1.5, failure=("out of memory", "rank 1", None, None))
     tuning = Folder((), experiment := experiment_of(), folder)
-    tuning.begin(experiment, Evidence(held_s=3.0, outcomes=(failed,)))
+    tuning.begin(experiment, Evidence(before_s=3.0, outcomes=(failed,)))
     yield Case("evidence.json", tuning.path / "evidence.json", lambda: _evidence(tuning))
 
 

@@ -112,7 +112,7 @@ def median_steps(experiment: Experiment, seeds: Sequence[int]) -> float:
     """Over the seeds; infinite where half never arrive."""
     runs = (experiment.replace(run=dataclasses.replace(experiment.run, seed=seed)) for seed in seeds)
     found = (by_virtual_trainers(one, math.inf) for one in runs)
-    return statistics.median(math.inf if arrival is None else arrival.steps for arrival in found)
+    return statistics.median(math.inf if steps is None else steps for steps in found)
 
 
 def seconds_of(experiment: Experiment, strategy: DistributedStrategy) -> float:

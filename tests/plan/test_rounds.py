@@ -10,7 +10,7 @@ import pytest
 
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.local_sgd import Cadence
-from fleetbench.plan.rounds import Constant, Observed, Varying, at_pace, in_leg, levels
+from fleetbench.plan.rounds import Constant, Observed, Varying, in_leg, levels
 from fleetbench.strategy import DistributedStrategy
 
 
@@ -65,15 +65,12 @@ def test_a_leg_meets_as_often_as_the_training(seed: int) -> None:
 
 
 def test_rounds_of_each_schedule() -> None:
-    """Fixed ones, and what differs; the mean of a pace that is no whole number is the pace."""
+    """Fixed ones, and what differs."""
     rounds = [Combination.of(one).rounds for one in (DistributedStrategy(), local(k_steps=4), local(k_steps=4, schedule="torch"))]
     assert rounds == [Constant(1), Constant(4), Constant(4)]
     assert isinstance(Combination.of(local(k_steps=4, begin_step=9)).rounds, Varying)
     adaptive = DistributedStrategy().replace(adaptive_localsgd=True)
     assert isinstance(Combination.of(adaptive).rounds, Observed)
-    for pace in (1.0, 1.88, 5.5, 8.0):
-        rate = sum(share * len(meetings(one, 7200)) / 7200 for one, share in at_pace(adaptive, pace))
-        assert rate == pytest.approx(1 / pace, rel=1e-3)
     lengths = Counter(Varying(Cadence.of(local(k_steps=16, schedule="document", warmup_epochs=3))).shares(1800, 200))
     assert {k: round(9 * share) for k, share in lengths.items()} == {1: 4, 2: 1, 4: 1, 8: 1, 16: 2}  # 1 1 1 1 2 4 8 16 16
 

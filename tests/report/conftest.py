@@ -14,7 +14,7 @@ from fleetbench.result import RunResult, StepRecord, skip, steps_table, summaris
 from fleetbench.store import save_run
 from fleetbench.strategy import DistributedStrategy
 from tuner.notes import Noise, Remark, left_out
-from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck, Trial
+from tuner.recommendation import Arm, Pair, Recommendation, TargetCheck
 
 MS = 1_000_000
 LOCAL = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 4})
@@ -115,11 +115,7 @@ def recommendation() -> Recommendation:
                 measured_runs=("fused",),
             ),
         ),
-        trials=(
-            Trial(parameters={"fuse_grad_size_in_MB": 0.5}, simulated_s=0.0084),
-            Trial(parameters={"fuse_grad_size_in_MB": 0.25}, simulated_s=0.0085),
-            Trial(simulated_s=0.009),
-        ),
+        num_trials=3,
         noise=Noise(default=0.13, pairs=0.02),
         told=(left_out("use_hierarchical_allreduce", "is not taken", "not executed yet"), Remark(text="profiled at 1 and 2 threads")),
     )

@@ -13,15 +13,6 @@ TENTH_MIB = 0.3815
 """Ten gradients of 100,000 float32 values are 4,000,000 bytes: a tenth is 0.3815 MiB."""
 
 
-def test_one_node_gets_one_communicator_and_one_thread() -> None:
-    """On one node Fleet advises one communicator, one thread, and buckets of a tenth of the gradients."""
-    experiment = layers_with({}, {"nodes": 1, "trainers_per_node": 2, "intra": {"bandwidth": "10 Gbit/s"}})
-    strategy, left_out = advice_for(experiment, table_for(experiment))
-    assert (strategy.nccl_comm_num, strategy.sync_nccl_allreduce, strategy.thread_num) == (1, True, 1)
-    assert strategy.fuse_grad_size_in_MB == pytest.approx(TENTH_MIB, rel=1e-3)
-    assert not any("hierarchical" in line for line in left_out)
-
-
 def test_several_nodes_get_two_communicators_that_run_free() -> None:
     """On several nodes: two communicators, not serialised, and a thread more than those."""
     experiment = layers_experiment()
@@ -53,16 +44,6 @@ def test_what_changes_compute_needs_a_table_of_its_own(tmp_path: Path) -> None:
     strategy, left_out = advice_for(experiment, table_for(experiment))
     assert strategy.build_strategy.fuse_all_optimizer_ops
     assert not any(line.startswith("op fusion") for line in left_out)
-
-
-def test_a_thread_count_without_a_table_is_left_out(tmp_path: Path) -> None:
-    """Three threads on two nodes need a table for three; without one the experiment's own count stays."""
-    data = encode(profiled_experiment(tmp_path))
-    data["cluster"] |= {"nodes": 2, "inter": {"bandwidth": "1 Gbit/s"}}
-    experiment = Experiment.from_dict(data)
-    strategy, left_out = advice_for(experiment, table_for(experiment))
-    assert strategy.thread_num == 1
-    assert any(line.startswith("thread_num = 3") for line in left_out)
 
 
 def test_local_steps_start_at_the_first_decay() -> None:

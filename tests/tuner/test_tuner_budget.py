@@ -1,16 +1,14 @@
 """What a budget of real runs has room for, and what it counts."""
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tuner_fakes import FakeRunner, layers_experiment, target_experiment
 
 from fleetbench.plan.combination import OUTSIDE
-from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
-from real.leg import Leg
 from real.processes.diagnosis import LegFailed
 from tuner.budget import BudgetSpent, leg_steps_of, with_leg_steps
 from tuner.evidence import Run
@@ -66,49 +64,6 @@ def test_legs_of_slow_steps_are_shorter(seconds: float | None, steps: int) -> No
     assert with_leg_steps(resolved) == resolved
     rounds = with_leg_steps(target_experiment(leg_steps=60, leg_seconds=seconds, local_steps=[32]))
     assert leg_steps_of(rounds) == max(steps, OUTSIDE + 32)
-
-
-def test_a_leg_that_may_need_another_launch_leaves_room_for_its_start(tmp_path: Path) -> None:
-    """The same legs where a launch takes 10 seconds to start: the third would lie beyond 65 trainer-seconds."""
-    experiment = layers_experiment(budget_gpu_hours=65 / 3600)
-    clock = iter(10.0 * (number // 2) + 10.0 * (number % 2) for number in range(100))
-    runner = FakeRunner(experiment, by_fusion, startup_s=10.0)
-    legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=1.0, clock=lambda: next(clock))
-    ran(legs, *[DEFAULT] * 2)
-    with pytest.raises(BudgetSpent):
-        ran(legs, *[DEFAULT] * 3)
-
-
-@dataclass
-class Timed(FakeRunner):
-    """Whose runs say that their steps took two seconds, and whose small buckets fail."""
-
-    def run(self, leg: Leg) -> RunResult:
-        """See ``Runner``."""
-        if leg.strategy == FUSED:
-            raise LegFailed("out of memory", "rank 1")
-        return replace(FakeRunner.run(self, leg), host_s=2.0)
-
-
-def test_what_a_leg_held_its_trainers_for_is_spent_however_it_ended(tmp_path: Path) -> None:
-    """Two trainers for ten seconds, of a leg that fails too; nothing for what is known already.
-
-    A step is expected to take a tenth of the two seconds that ten of them took: the rest was the start of a launch.
-    """
-    experiment, told = layers_experiment(), list[float]()
-    clock = iter([0.0, 10.0, 10.0, 20.0, 20.0, 20.0])
-    legs = RealRuns(
-        experiment=experiment,
-        runner=Timed(experiment, by_fusion),
-        folder=tmp_path,
-        step_s=1.0,
-        clock=lambda: next(clock),
-        keep=lambda evidence: told.append(evidence.held_s),
-    )
-    assert ran(legs, DEFAULT).step_s == pytest.approx(2.0 / (5 + experiment.run.warmup_steps))
-    assert ran(legs, DEFAULT, FUSED).spent_s == pytest.approx(40.0)
-    assert ran(legs, DEFAULT, FUSED, DEFAULT).spent_s == pytest.approx(40.0)
-    assert told == [20.0, 40.0, 40.0]
 
 
 def test_a_spent_budget_keeps_the_default(tmp_path: Path) -> None:

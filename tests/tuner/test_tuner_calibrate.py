@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from benchmark_outputs import nccl_tests
 
-from fleetbench.cluster import Racks
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
@@ -134,38 +133,12 @@ def test_intervals_cover(declared: Experiment, tmp_path: Path) -> None:
     assert min(covered.values()) >= 16
 
 
-@pytest.mark.slow
-def test_an_interval_grows_with_noise(declared: Experiment, tmp_path: Path) -> None:
-    """With 2 % noise the bandwidth's interval holds the truth, and is several times as wide as without noise."""
-    exact, noisy = (fitted(declared, tmp_path, steps(noise, 3), BANDWIDTH, COMPUTE).parameters[0] for noise in (0.0, 0.02))
-    widths = [math.log(found.high / found.low) for found in (exact, noisy) if found.low and found.high]
-    assert widths[1] > 2 * widths[0]
-    assert noisy.low is not None
-    assert noisy.low < 8 * BYTES_S < (noisy.high or 0)
-
-
-def test_weights_and_deviations_count(declared: Experiment, tmp_path: Path) -> None:
-    """A cell that is off by a factor of two hardly counts with a small weight, or with a large standard deviation."""
-    good = [f"{int(n)},{ring_s(4, n)},1,{0.001 * ring_s(4, n)}" for n in (1e6, 1e7, 1e8, 2e8)]
-    for weight, sd in ((1e-6, 0.0001), (1.0, 50.0)):
-        rows = ["all_reduce_bytes,seconds,weight,sd", *good, f"300000000,{2 * ring_s(4, 3e8)},{weight},{sd}"]
-        bandwidth = fitted(declared, tmp_path, rows, BANDWIDTH, LATENCY).parameters[0]
-        assert bandwidth.value == pytest.approx(8 * BYTES_S, rel=0.02)
-
-
-def test_a_deviation_has_the_unit_of_its_rows_measurement(tmp_path: Path) -> None:
-    """Of a step in ms, of a rate beside such rows, and of the seconds of an epoch, of which 2 in 100 are 0.2 of 10 samples/s."""
-    path = tmp_path / "cells.csv"
-    path.write_text("gpus,ms,images/s,sd\n2,50,,3\n4,,160,5\n", encoding="utf-8")
-    assert [cell.sd for cell in read_cells(path)] == [0.003, 5]
-    path.write_text("gpus,epoch_s,epoch_samples,sd\n2,100,1000,2\n", encoding="utf-8")
-    assert [(cell.samples_per_s, cell.sd) for cell in read_cells(path)] == [(10.0, pytest.approx(0.2))]
-
-
-def test_samples_per_second_are_of_all_trainers(declared: Experiment, tmp_path: Path) -> None:
-    """4 trainers with 8 samples each in a step of 0.2 s measure 160 samples/s."""
-    found = fitted(declared, tmp_path, ["cluster.nodes,samples_per_s", "4,160"], COMPUTE)
-    assert found.measured_s == pytest.approx((0.2,))
+def test_deviations_count(declared: Experiment, tmp_path: Path) -> None:
+    """A cell that is off by a factor of two hardly counts with a large standard deviation."""
+    good = [f"{int(n)},{ring_s(4, n)},{0.001 * ring_s(4, n)}" for n in (1e6, 1e7, 1e8, 2e8)]
+    rows = ["all_reduce_bytes,seconds,sd", *good, f"300000000,{2 * ring_s(4, 3e8)},50.0"]
+    bandwidth = fitted(declared, tmp_path, rows, BANDWIDTH, LATENCY).parameters[0]
+    assert bandwidth.value == pytest.approx(8 * BYTES_S, rel=0.02)
 
 
 def test_compute_of_a_profile_is_scaled(tmp_path: Path) -> None:
@@ -196,17 +169,13 @@ def test_a_benchmark_of_other_ranks_is_refused(declared: Experiment, tmp_path: P
         calibrate(declared, read_cells(path), [BANDWIDTH])
 
 
-def test_a_table_may_have_usual_names(declared: Experiment, tmp_path: Path) -> None:
-    """Nodes, GPUs of all nodes or of each, seconds or milliseconds or images/s; what pandas and spreadsheets add changes nothing."""
+def test_a_table_may_have_short_names(declared: Experiment, tmp_path: Path) -> None:
+    """Nodes, GPUs of all nodes or of each, seconds or samples per second, also as gzip."""
     expected = fitted(declared, tmp_path, ["cluster.nodes,seconds", "2,0.12", "4,0.14", "8,0.16"], COMPUTE)
     for rows in (
         ["nodes, gpus, seconds", "2, 2, 0.12", "4, 4, 0.14", "8, 8, 0.16"],
-        [",Nodes,Step time (s)", "0,2.0,0.12", "1,4.0,0.14", "2,8.0,0.16"],
-        ["index;num_nodes;step_ms", "0;2;120", "1;4;140", "2;8;160"],
-        ["world_size\tms", "2\t120", "4\t140", "8\t160"],
-        ["nodes,GPUs per node,seconds", "2,1,0.12", "4,1,0.14", "8,1,0.16"],
-        ["\ufeffgpus,images/s", f"2,{16 / 0.12}", f"4,{32 / 0.14}", f"8,{64 / 0.16}"],
-        ["gpus,Throughput (samples/sec)", f"2,{16 / 0.12}", f"4,{32 / 0.14}", f"8,{64 / 0.16}"],
+        ["nodes,gpus_per_node,seconds", "2,1,0.12", "4,1,0.14", "8,1,0.16"],
+        ["gpus,samples_per_s", f"2,{16 / 0.12}", f"4,{32 / 0.14}", f"8,{64 / 0.16}"],
     ):
         found = fitted(declared, tmp_path, rows, COMPUTE)
         assert found.measured_s == pytest.approx(expected.measured_s)
@@ -220,7 +189,7 @@ def test_gpus_are_those_of_all_nodes(declared: Experiment, tmp_path: Path) -> No
     """8 GPUs of 2 nodes with 4 trainers each, 4 or 2 of one node; a number that is no whole nodes' is refused with how to say it."""
     of_four = declared.replace(cluster=dataclasses.replace(declared.cluster, nodes=1, trainers_per_node=4, intra=declared.cluster.inter))
     own = fitted(of_four, tmp_path, ["cluster.nodes,cluster.trainers_per_node,samples_per_s", "2,4,500", "1,4,300", "1,2,160"], COMPUTE)
-    for rows in (["gpus,images/s", "8,500", "4,300", "2,160"], ["nodes,gpus,images/s", "2,8,500", "1,4,300", "1,2,160"]):
+    for rows in (["gpus,samples_per_s", "8,500", "4,300", "2,160"], ["nodes,gpus,samples_per_s", "2,8,500", "1,4,300", "1,2,160"]):
         found = fitted(of_four, tmp_path, rows, COMPUTE)
         assert found.measured_s == pytest.approx(own.measured_s)
         assert found.errors == pytest.approx(own.errors)
@@ -230,75 +199,17 @@ def test_gpus_are_those_of_all_nodes(declared: Experiment, tmp_path: Path) -> No
         assert "gpus_per_node" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize("odd", ["1e308", "1_000", "1e-300", "120"])
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_row_far_from_all_others_is_refused(declared: Experiment, tmp_path: Path, odd: str, place: int) -> None:
-    """By orders of magnitude or a unit, with its line, wherever it stands; seconds, and the rate that stands for them."""
-    sane = ["2,0.12", "4,0.14", "8,0.16"]
-    rows = ["nodes,seconds", *sane[:place], f"4,{odd}", *sane[place:]]
-    with pytest.raises(ConfigError, match=rf"line {place + 2}: is \S+ times what other rows let expect"):
-        fitted(declared, tmp_path, rows, COMPUTE)
-    with pytest.raises(ConfigError, match=r"line 3: is .* times what other rows let expect"):
-        fitted(declared, tmp_path, ["nodes,images/s", "2,133", "4,1e308", "8,400"], COMPUTE)
-
-
-def test_rows_that_are_all_far_from_the_cluster_are_refused(declared: Experiment, tmp_path: Path) -> None:
-    """Milliseconds in a column of seconds, seconds in one of milliseconds, and numbers that no computer adds."""
-    for name, values in (("seconds", (120, 140, 160)), ("ms", (0.12, 0.14, 0.16)), ("seconds", (1e308, 1e308, 1e308))):
-        with pytest.raises(ConfigError, match="times what is simulated as declared") as refused:
-            fitted(
-                declared,
-                tmp_path,
-                [f"nodes,{name}", *(f"{nodes},{value}" for nodes, value in zip((2, 4, 8), values, strict=True))],
-                COMPUTE,
-            )
-        assert len(str(refused.value)) < 300
-
-
-def test_a_search_that_runs_away_holds_the_parameter(tmp_path: Path) -> None:
-    """By two nodes' all-reduces one of two bandwidths and a latency can be told: the others keep their declared values."""
-    experiment = Experiment.from_dict(
-        {
-            "workload": {"model": "layers", "layers": [{"name": "l", "params": 1_000_000, "forward": "1 ms", "backward": "2 ms"}]},
-            "cluster": {
-                "nodes": 2,
-                "trainers_per_node": 8,
-                "nics_per_node": 8,
-                "intra": {"bandwidth": "300 GB/s", "latency": "3 us"},
-                "inter": {"bandwidth": "400 Gbit/s", "latency": "5 us"},
-            },
-        }
-    )
-    rows = ["all_reduce_bytes,seconds", "1048576,0.00014787", "4194304,0.00041329", "16777216,0.00147498"]
-    found = fitted(experiment, tmp_path, rows, BANDWIDTH, "cluster.intra.bandwidth", LATENCY).parameters
-    assert [parameter.held for parameter in found] == [False, True, True]
-    assert [parameter.value for parameter in found[1:]] == [parameter.declared for parameter in found[1:]]
-
-
-def test_a_value_that_the_experiment_refuses_is_not_fitted(declared: Experiment, tmp_path: Path) -> None:
-    """Racks with an uplink that is no bottleneck lead below an oversubscription of 1, which the error says."""
-    racks = Racks(nodes=2, oversubscription=4.0)
-    experiment = declared.replace(cluster=dataclasses.replace(declared.cluster, racks=racks))
-    rows = ["all_reduce_bytes,seconds", *(f"{nbytes},{1.5 * nbytes / 4e9}" for nbytes in (1e8, 2e8, 4e8))]
-    with pytest.raises(ConfigError, match=r"cannot be fitted: the search leads to .*must be at least 1 .*oversubscription") as refused:
-        fitted(experiment, tmp_path, rows, "cluster.racks.oversubscription")
-    assert refused.value.hint == "leave cluster.racks.oversubscription out of --fit"
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
         ("", "holds no measurement"),
         ("seconds\n", "holds no measurement"),
-        ("cluster.nodes\n2\n", "needs a column seconds"),
+        ("cluster.nodes\n2\n", "needs one of seconds"),
         ("nodez,seconds\n2,1\n", r"line 1: is no column .*'nodez'.*\n.*Did you mean 'nodes'"),
         ("nodes,cluster.nodes,seconds\n2,2,1\n", "names a column twice"),
-        ("tokens/s\n2\n", "is no column"),
-        ("seconds,weight\n1,1e300\n", "weight: must be at most"),
         ('{"traceEvents": []}', "holds no measurement: it seems to be a trace of torch.profiler"),
         ("<html></html>", "it seems to be an HTML page"),
         ("[workload]\nmodel = 'gpt'\n", "it seems to be a TOML file"),
-        ("seconds,seconds\n2,1\n", "names a column twice"),
         ("seconds\n1\n-1\n", r"line 3, seconds: must be a number above zero"),
         ("seconds\nfast\n", r"line 2, seconds: must be a number above zero"),
         ("cluster.nodes,seconds\n2\n", r"line 2: needs 2 values"),

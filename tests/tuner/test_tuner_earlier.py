@@ -12,7 +12,6 @@ from scipy import stats
 from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment, target_experiment
 
 from fleetbench.config import encode
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import RunResult
@@ -59,20 +58,19 @@ def test_nothing_is_measured_again_where_nothing_has_moved(first: tuple[Experime
     experiment, (before, folder, _) = first
     found, again, runner = tuned(experiment, tmp_path, folder)
     assert (runner.legs, found.line, found.pairs) == ([], before.line, before.pairs)
-    assert any(note.startswith(f"since {folder.name} moved: nothing. Taken from it: legs") for note in found.notes)
+    assert f"legs of {folder.name}, and runs to the same target, are taken over" in found.notes
     assert {run for arm in found.arms for run in arm.measured_runs} <= {path.name for path in (again / "runs").iterdir()}
     third, _, runner = tuned(experiment, tmp_path, again)
     assert (runner.legs, third.line) == ([], before.line)
 
 
-def test_a_larger_space_measures_what_is_new_beside_the_default(first: tuple[Experiment, Tuned], tmp_path: Path) -> None:
-    """Buckets of 2 MB may be tried now: they are the only new strategy, and run against the default alone."""
+def test_a_larger_space_is_ranked_anew(first: tuple[Experiment, Tuned], tmp_path: Path) -> None:
+    """Buckets of 2 MB may be tried now: another strategy takes part, so that all are ranked in one round again."""
     experiment, (_, folder, _) = first
     larger = experiment.replace(tune=replace(experiment.tune, fuse_grad_size_in_MB=(1.0, 2.0, 32.0)))
     found, _, runner = tuned(larger, tmp_path, folder)
     assert found.strategy.fuse_grad_size_in_MB == 2.0
-    assert {leg.strategy.fuse_grad_size_in_MB for leg in runner.legs} == {2.0, 32.0}
-    assert any("moved: tune.fuse_grad_size_in_MB [1.0, 32.0] -> [1.0, 2.0, 32.0]." in note for note in found.notes)
+    assert {leg.strategy.fuse_grad_size_in_MB for leg in runner.legs} >= {1.0, 2.0, 32.0}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def test_what_has_moved_decides_what_is_measured_again(
     data = encode(experiment)
     change(data)
     found, _, runner = tuned(Experiment.from_dict(data), tmp_path, folder)
-    assert any(f"moved: {moved} " in note for note in found.notes)
+    assert any(note.endswith(f"are measured again: changed since: {moved}") for note in found.notes) == (fresh and not legs)
     assert any(leg.window < ROUNDS for leg in runner.legs) is not legs
     assert any(leg.window >= ROUNDS for leg in runner.legs) is fresh
 
@@ -123,18 +121,16 @@ def test_links_of_real_machines_and_layer_times_move_no_legs(tmp_path: Path) -> 
     script.write_text("one")
     _, folder, _ = tuned(experiment, tmp_path / "runs")
     earlier, inputs = Earlier.load(folder), inputs_of(())
-    evidence, note = earlier.beside(experiment, inputs)
+    evidence, _ = earlier.beside(experiment, inputs)
     assert evidence.earlier
-    assert "moved: nothing. Taken from it: legs, runs to the target" in str(note)
     cluster = replace(experiment.cluster, intra=replace(experiment.cluster.intra, bandwidth=10**10))  # type: ignore[type-var]  # declared
     assert earlier.beside(experiment.replace(cluster=cluster), inputs)[0] == evidence
     profile = Path(experiment.workload.profile or "")
     profile.write_text("\n".join(profile.read_text().splitlines()[1:]).replace("1 ms", "3 ms"))
-    slower, note = earlier.beside(experiment, inputs)
+    slower, _ = earlier.beside(experiment, inputs)
     assert slower == evidence
-    assert "moved: layer times, of a step 30 -> 50 ms. Taken" in str(note)
     other, note = earlier.beside(experiment, inputs_of(("python", str(script))))
-    assert "; the command; the files. Taken from it: nothing" in str(note)
+    assert str(note).endswith("are measured again: changed since: the command, the files")
     assert other == Evidence()
 
 
@@ -170,14 +166,6 @@ def test_a_profile_of_the_last_hour_is_found_by_what_was_run(tmp_path: Path) -> 
     for path in profiles:
         replace(Profile.load(path), foreign_cores=1.5).save(path)
     assert recent(out, inputs) is None
-
-
-def test_a_folder_that_is_no_tuning_is_refused(tmp_path: Path) -> None:
-    """Before anything is done."""
-    with pytest.raises(ConfigError, match="is no folder of a complete tuning") as caught:
-        tuned(layers_experiment(), tmp_path / "runs", tmp_path)
-    assert (caught.value.where, caught.value.value) == ("--from", str(tmp_path))
-    assert not (tmp_path / "runs").exists()
 
 
 FUSED = DistributedStrategy(fuse_grad_size_in_MB=1.0)
@@ -307,22 +295,6 @@ def test_what_was_void_is_measured_again(tmp_path: Path) -> None:
     later = RealRuns(experiment=experiment, runner=again, folder=tmp_path, step_s=1.0, evidence=inherited(legs.evidence, experiment))
     assert len(verify(experiment, arms, later).pairs) == 3
     assert [leg.window for leg in again.legs] == [5, 5, 6, 6]
-
-
-def test_legs_of_another_pace_are_run_again(tmp_path: Path) -> None:
-    """Adaptive K to another target has other rounds in the mean, so the fixed K that its legs ran is not what has its seconds now."""
-    experiment, strategy = target_experiment(pairs=4), DistributedStrategy(adaptive_localsgd=True)
-    known = Evidence()
-    for k_steps in (8, 8, 2):
-        paced = DistributedStrategy().replace(localsgd=True, localsgd_configs={"k_steps": k_steps})
-        arms = [Arm(name="default", strategy=DistributedStrategy(), simulated_s=0.01)]
-        arms.append(Arm(name="candidate 1", strategy=strategy, simulated_s=0.01, paced_by=paced))
-        runner = FakeRunner(experiment, formula)
-        legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=known)
-        verify(experiment, arms, legs)
-        ran = {leg.strategy.local_steps for leg in runner.legs if not leg.evaluate}
-        assert ran == (set() if known.earlier and k_steps == 8 else {1, k_steps})
-        known = inherited(legs.evidence, experiment)
 
 
 def test_seeds_that_were_judged_are_no_more_in_a_tuning_that_goes_on(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
-from typing import Any, Self, cast
 
 import pytest
 from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_experiment, target_experiment
@@ -17,18 +15,15 @@ from tuner_fakes import FakeRunner, FakeSimulate, layers_experiment, profiled_ex
 from fleetbench.config import encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy
 from real.leg import Leg
 from real.processes.diagnosis import LegFailed, LegLost
 from real.processes.place import Place, start_ticks
-from tuner import jobs
 from tuner.decide import decide
 from tuner.evidence import Done, Evidence, Run
 from tuner.folder import Folder
-from tuner.jobs import Script, refuse_beyond_budget
-from tuner.ledger import Ledger
+from tuner.jobs import Script
 from tuner.real_runs import RealRuns
 from tuner.recommendation import Arm, Recommendation
 from tuner.state import Setting
@@ -182,23 +177,8 @@ def test_random_tunings_come_to_every_end(tmp_path: Path) -> None:
     assert ends >= {"USE", "KEEP DEFAULT", "undecided", "ended", "failed", "void", "to target", "several"}
 
 
-def test_evidence_is_plain_data(tmp_path: Path) -> None:
-    """Written and read again it is equal, and decides alike."""
-    setting, runs = drawn(1, tmp_path)
-    done = decided(setting, runs)
-    assert done is not None
-    folder = Folder((), setting.experiment, tmp_path / "out")
-    folder.begin(setting.experiment, runs.evidence)
-    (folder.runs).rmdir()
-    (folder.runs).symlink_to(tmp_path)
-    again = folder.evidence()
-    assert again == runs.evidence
-    assert again is not None
-    assert decide(again, setting).recommendation == done.recommendation  # type: ignore[union-attr]  # it is done
-
-
 def test_half_of_a_pair_is_run_again(tmp_path: Path) -> None:
-    """Two legs that are compared are of one launch: one of them from before the interruption is none; what it took is spent."""
+    """Two legs that are compared are of one launch: one of them from before the interruption is none."""
     experiment = layers_experiment()
     arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
     runner = Breaking(experiment, formula, at=5)
@@ -208,37 +188,12 @@ def test_half_of_a_pair_is_run_again(tmp_path: Path) -> None:
         verify(experiment, arms, runs)
     assert len(runs.evidence.outcomes) == 5
     runner.at = None
-    known = runs.evidence.taken_up(experiment.cluster.trainers)
+    known = runs.evidence.taken_up()
     again = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, clock=lambda: float(next(clock)), evidence=known)
     found = verify(experiment, arms, again)
     assert [leg.strategy for leg in runner.legs[4:7]] == [DEFAULT, DEFAULT, SMALL]
     assert [[leg.strategy for leg in row] for row in runner.rows[:2]] == [[DEFAULT, SMALL]] * 2
     assert len(found.pairs) == 4
-    assert again.evidence.spent_s(2) == 2.0 * (1 + len(runner.legs))  # with the one that was interrupted
-
-
-def test_what_an_interruption_cost_changes_nothing_that_was_decided(tmp_path: Path) -> None:
-    """Nearly all of five minutes was lost in a pair: the first leg had room for a verdict, and the pairs that are there count."""
-    experiment = layers_experiment(pairs=48, budget_minutes=5.0)
-    arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
-    unsteady = lambda number: 1 + 0.2 * (-1) ** (number // 3)  # noqa: E731  # one line
-    runner = Breaking(experiment, lambda _: 0.01, noise=unsteady, at=9)
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 2.5 if runner.num_run != 9 else 285.0
-        return now[0]
-
-    runs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, clock=clock, step_s=0.1)
-    with pytest.raises(KeyboardInterrupt):
-        verify(experiment, arms, runs)
-    first, runner.at = len(runs.evidence.outcomes), None
-    again = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, clock=clock, step_s=0.1, evidence=runs.evidence.taken_up(2))
-    assert again.evidence.spent_s(2) == pytest.approx(runs.evidence.held_s)
-    found = verify(experiment, arms, again)
-    assert again.evidence.outcomes[: first - 1] == runs.evidence.outcomes[: first - 1]
-    assert found.pairs
-    assert "no room for a verdict" not in found.reason
 
 
 @pytest.mark.parametrize(("failure", "again"), [(LegFailed, 0), (LegLost, 1)])
@@ -251,32 +206,9 @@ def test_what_a_strategy_failed_of_is_remembered_and_a_broken_launch_is_not(fail
     with pytest.raises(KeyboardInterrupt):
         verify(experiment, arms, runs)
     runner.at = None
-    known = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=runs.evidence.taken_up(2))
+    known = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=runs.evidence.taken_up())
     found = verify(experiment, arms, known)
     assert (runner.num_run, found.arms[1].rejected) == (3 + again, "failed on rank 1: out of memory")
-
-
-def test_a_default_that_fails_in_a_pair_is_tried_again_by_the_next_attempt(tmp_path: Path) -> None:
-    """It has run before, so that this says nothing of the finalist: the tuning ends, and the next goes on with that pair."""
-    experiment = layers_experiment()
-    arms = [Arm(name="default", strategy=DEFAULT, simulated_s=0.01), Arm(name="small", strategy=SMALL, simulated_s=0.01)]
-
-    class Once(FakeRunner):
-        failed = False
-
-        def run(self, leg: Leg) -> RunResult:
-            if leg.strategy == DEFAULT and leg.window == 3 and not self.failed:
-                self.failed = True
-                raise LegFailed("no space", "rank 1")
-            return super().run(leg)
-
-    runner = Once(experiment, formula)
-    runs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path)
-    with pytest.raises(LegLost, match="no space"):
-        verify(experiment, arms, runs)
-    again = RealRuns(experiment=experiment, runner=runner, folder=tmp_path, evidence=runs.evidence.taken_up(2))
-    found = verify(experiment, arms, again)
-    assert (found.verdict, len(found.pairs), found.arms[1].rejected) == ("USE", 4, None)
 
 
 @pytest.mark.parametrize("damaged", ["evidence.json", "runs/*/manifest.json"])
@@ -322,44 +254,6 @@ def test_an_interrupted_tuning_ends_with_the_same_table(tmp_path: Path, at: int)
     assert not list((tmp_path / "broken").glob("resume-*"))
 
 
-def test_a_strategy_that_fails_is_rejected_and_the_tuning_goes_on(tmp_path: Path) -> None:
-    """The simulator's favourite runs out of memory: it is rejected with the rank, and the default stays."""
-    experiment = layers_experiment(**FEW, fuse_grad_size_in_MB=(1.0, 32.0))
-    found = tuned(experiment, tmp_path, Breaking(experiment, formula, failure=LegFailed))
-    assert found.verdict == "KEEP DEFAULT"
-    (rejected,) = (arm for arm in found.arms if arm.rejected)
-    assert rejected.strategy == SMALL
-    assert rejected.rejected == "failed on rank 1: out of memory"
-    assert rejected.measured_s == ()
-
-
-def test_a_default_that_fails_ends_the_tuning(tmp_path: Path) -> None:
-    """Nothing can be compared with it."""
-    experiment = layers_experiment().replace(strategy=SMALL)
-    with pytest.raises(LegFailed):
-        tuned(experiment, tmp_path, Breaking(experiment, formula, failure=LegFailed))
-    assert not list(tmp_path.glob("resume-*"))
-
-
-def test_what_is_kept_of_a_script_is_found_again(tmp_path: Path) -> None:
-    """By the same command and script; another script, another command or a profile that is gone begin again."""
-    path = tmp_path / "train.py"
-    path.write_text("one")
-    command, asked = ("python", str(path)), Experiment(name="mine")
-    experiment = profiled_experiment(tmp_path)
-    Folder(command, asked, tmp_path).begin(experiment, Evidence(before_s=12.5, held_s=12.5))
-    assert Folder(command, asked, tmp_path).evidence() == Evidence(before_s=12.5, held_s=12.5)
-    assert Folder(command, asked, tmp_path).experiment() == experiment
-    assert Folder((*command, "--lr", "1"), asked, tmp_path).experiment() is None
-    path.write_text("two")
-    assert Folder(command, asked, tmp_path).experiment() is None
-    path.write_text("one")
-    (tmp_path / "profile.toml").unlink()
-    assert Folder(command, asked, tmp_path).experiment() is None
-    Folder(command, asked, tmp_path).discard()
-    assert not list(tmp_path.glob("resume-*"))
-
-
 def test_what_was_measured_of_something_else_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module beside the script that changed, or a variable that an experiment may set, makes another tuning of it; other files do not."""
     (tmp_path / "src").mkdir()
@@ -385,7 +279,7 @@ def test_a_tuning_that_another_process_is_at_is_refused(tmp_path: Path) -> None:
     experiment, found = profiled_experiment(tmp_path), Folder(("train",), Experiment(name="mine"), tmp_path)
     found.claim()
     assert not found.path.exists()
-    found.begin(experiment, Evidence(held_s=1.0))
+    found.begin(experiment, Evidence(before_s=1.0))
     here, owner = Place.here(), found.path / "owner.json"
     assert json.loads(owner.read_text()) == encode(here)
     for pid, boot in ((2**22 + 1, here.boot), (os.getppid(), "another")):
@@ -393,80 +287,11 @@ def test_a_tuning_that_another_process_is_at_is_refused(tmp_path: Path) -> None:
         found.claim()
         assert json.loads(owner.read_text()) == encode(here)
     owner.write_text(json.dumps(encode(replace(here, pid=os.getppid(), started=start_ticks(os.getppid()) or 0))))
-    for refused in (found.claim, lambda: found.begin(experiment, Evidence(held_s=2.0))):
+    for refused in (found.claim, lambda: found.begin(experiment, Evidence(before_s=2.0))):
         with pytest.raises(ConfigError, match=f"another process is at this tuning .got process {os.getppid()}") as caught:
             refused()
         assert "--out" in (caught.value.hint or "")
-    assert found.evidence() == Evidence(held_s=1.0)
-
-
-def test_a_profile_is_stored_beside_anothers_draft(tmp_path: Path) -> None:
-    """Several tunings below one folder store theirs at one time; what another one is writing stays."""
-    experiment = profiled_experiment(tmp_path)
-    assert experiment.workload.profile is not None
-    profile = Profile.load(experiment.workload.profile)
-    (tmp_path / "profiles").mkdir()
-    draft = tmp_path / "profiles" / "draft.toml"
-    draft.write_text("half of a")
-    profile.save(path := tmp_path / "profiles" / "script.toml")
-    assert draft.read_text() == "half of a"
-    assert sorted((tmp_path / "profiles").iterdir()) == [draft, path]
-    assert Profile.load(path) == profile
-
-
-@dataclass
-class Held(FakeRunner):
-    """A session whose legs hold their trainers for five seconds, and are interrupted then."""
-
-    held_s: float = 0.0
-    hosts: tuple[str, ...] = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, leg: Leg) -> RunResult:  # noqa: ARG002  # as the seam has it
-        """See ``Runner``."""
-        self.held_s += 5.0
-        raise KeyboardInterrupt
-
-
-def test_a_budget_holds_for_all_attempts_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred seconds for the profile; every attempt after that begins with what the ones before have spent on their legs, too."""
-    experiment = profiled_experiment(tmp_path, **FEW, thread_num=(1,), local_steps=(1,), fuse_grad_size_in_MB=(1.0,))
-    experiment = experiment.replace(workload=replace(experiment.workload, target_loss=None))
-    command, asked = ("train",), Experiment(name="mine")
-    folder = Folder(command, asked, tmp_path)
-    folder.begin(experiment, Evidence(before_s=100.0, held_s=100.0))
-    monkeypatch.setattr(jobs, "ScriptSession", lambda *_, **__: Held(experiment, formula))
-    for held_s in (105.0, 110.0, 115.0):
-        with pytest.raises(KeyboardInterrupt):
-            tune(asked, script=Script(command), out=tmp_path, simulate=FakeSimulate(formula))
-        evidence = folder.evidence()
-        assert evidence is not None
-        assert (evidence.held_s, evidence.taken_up(2).before_s) == (held_s, held_s)
-
-
-def test_a_profile_is_refused_beyond_the_budget() -> None:
-    """Two trainers held for 80 seconds: a leg of 9 seconds stays within 100, one of 11 would not."""
-    experiment = layers_experiment(budget_gpu_hours=100 / 3600)
-    session = cast("Any", SimpleNamespace(experiment=experiment, held_s=80.0))
-    refuse_beyond_budget(session, 9.0)
-    with pytest.raises(ConfigError, match="budget_gpu_hours"):
-        refuse_beyond_budget(session, 11.0)
-    session.experiment = layers_experiment()
-    refuse_beyond_budget(session, 1e9)
-
-
-def test_room_for_legs_is_room_for_the_launches_of_their_pairs() -> None:
-    """Twenty legs of 1 s on one trainer, and ten launches of 5 s: 70 s. A launch for all of them would be 25."""
-    tune = {"leg_steps": 10, "budget_minutes": 1.0}
-    experiment = Experiment.from_dict({"cluster": {"trainers_per_node": 1}, "run": {"warmup_steps": 0}, "tune": tune})
-    ledger = Ledger(experiment, Evidence(startup_s=5.0), step_s=0.1)
-    assert not ledger.affords(20)
-    assert ledger.affords(16)
+    assert found.evidence() == Evidence(before_s=1.0)
 
 
 def test_a_metric_needs_a_target(tmp_path: Path) -> None:
@@ -475,17 +300,3 @@ def test_a_metric_needs_a_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tune.metric: .* there is none \(got accuracy\)\nHINT: set workload.target_loss"):
         tune(base, script=Script(("no-such-program",)), out=tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_target_needs_a_loss_that_the_script_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Else local steps would be left out without a word: it is an error before the profile."""
-
-    class Silent(contextlib.nullcontext[Any]):
-        def __init__(self, *_: object, **__: object) -> None:
-            super().__init__(SimpleNamespace(experiment=Experiment()))
-
-    monkeypatch.setattr("tuner.jobs.ScriptSession", Silent)
-    base = Experiment.from_dict({"workload": {"target_loss": 0.2}})
-    with pytest.raises(ConfigError, match=r"workload.target_loss: the script reports no loss \(got 0.2\)") as caught:
-        tune(base, script=Script(("python", "train.py")), out=tmp_path)
-    assert "fleet.report(loss=loss)" in str(caught.value.hint)

@@ -115,23 +115,6 @@ def test_what_is_printed_for_fully_shard_does_what_the_strategy_says(tmp_path: P
     assert json.loads(told) == [expected for _, _, expected in pairs]
 
 
-def test_a_script_of_ddp_is_not_sharded_by_launch() -> None:
-    """The page of a sharded strategy for an unsharded model names the four lines, and no command, which would be refused."""
-    page = page_of(STAGE_3, OWN, "USE it: 1.2x")
-    assert "In the place of DistributedDataParallel" in page
-    assert "fleetbench launch" not in page
-    assert "optimizer = torch.optim.AdamW(model.parameters())  # after it" in page
-    assert "fleetbench launch --strategy" in page_of(STAGE_3.replace(bf16_allreduce=True), STAGE_3, "USE it: 1.2x")
-
-
-def test_what_fleetbench_does_itself_and_what_is_left_to_the_script() -> None:
-    """A learning rate that fleetbench scales is not to be scaled twice; local steps need a call before evaluation. Buckets need neither."""
-    local = OWN.replace(localsgd=True, localsgd_configs={"k_steps": 4})
-    pages = [page_of(one, OWN, "USE it: 1.2x") for one in (local.replace(lr_scale=4.0), local, PLAIN["a wire"])]
-    assert ["each update takes 4 times the optimizer's learning rate" in page for page in pages] == [True, False, False]
-    assert ["fleet.synchronize()" in page for page in pages] == [True, True, False]
-
-
 def test_what_is_printed_for_libraries_is_python() -> None:
     """One call each, whose arguments have the names of their documentation; compression is none of Trainer's."""
     page = page_of(PLAIN["a wire"].replace(gradient_merge=True, gradient_merge_configs={"k_steps": 4}), OWN, "USE it: 1.2x")
@@ -180,13 +163,6 @@ def test_a_recommendation_has_the_page(tmp_path: Path) -> None:
     )
     found.save(tmp_path)
     assert "DistributedDataParallel(model, bucket_cap_mb=0.5)" in (tmp_path / "recommended.md").read_text()
-
-
-def test_a_wire_that_is_taken_away_is_said() -> None:
-    """A script's own compression hook is not dropped without a word."""
-    assert {*in_pytorch(OWN, OWN.replace(fp16_allreduce=True)).others} == {"fp16_allreduce"}
-    changed = in_pytorch(OWN.replace(bf16_allreduce=True), OWN.replace(fp16_allreduce=True))
-    assert (changed.wire, changed.others) == ("bf16", {})
 
 
 HOOK = "model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)"

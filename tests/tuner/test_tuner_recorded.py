@@ -13,7 +13,7 @@ from fleetbench.config import decode
 from fleetbench.experiment import Experiment
 from fleetbench.strategy import DistributedStrategy
 from tuner.decide import decide
-from tuner.evidence import Done, Evidence, Outcome, Run, timed_by
+from tuner.evidence import Done, Evidence, Outcome, Run
 from tuner.recommendation import Arm
 from tuner.state import Setting
 
@@ -49,7 +49,7 @@ def test_a_recorded_tuning_comes_to_its_verdict_by_its_own_legs(path: Path) -> N
         for run in (wanted,) if isinstance(wanted, Run) else wanted.runs:
             (arm, side, window, seed, to_target), data = left.pop(0)
             assert (run.arm, run.side, run.leg.window, run.leg.seed, run.leg.ends_at_target) == (arm, side, window, seed, to_target)
-            outcome = replace(decode(data, Outcome, "asked"), ran=run.ran, timed=timed_by(run.leg), among=run.among)
+            outcome = replace(decode(data, Outcome, "asked"), ran=run.ran, among=run.among)
             assert to_target or outcome.failure or outcome.steps == run.leg.steps
             known = known.with_outcome(outcome)
             if outcome.failure:

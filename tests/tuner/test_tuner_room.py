@@ -105,67 +105,12 @@ def test_another_rate_of_a_way_that_misses_may_follow(tmp_path: Path) -> None:
     assert found.arms[2].measured_s == found.arms[1].measured_s
 
 
-@pytest.mark.slow
-def test_another_wire_of_a_way_takes_no_place(tmp_path: Path) -> None:
-    """Virtual trainers do not tell wires apart: twice the rate with 16 bits is as promising as with 32. Both miss; K = 2 follows."""
-    high, rounded = DEFAULT.replace(lr_scale=2.0), DEFAULT.replace(lr_scale=2.0, fp16_allreduce=True)
-    known = {DEFAULT: ALL[DEFAULT], high: Known(0.012, 50.0, None), rounded: Known(0.0119, 50.0, None), local(2): ALL[local(2)]}
-    known |= {DEFAULT.replace(fp16_allreduce=True): Known(0.0119, 100.0, 60.0)}  # whose legs are those of the other rate
-    found, _ = compared(tmp_path, [high], known)
-    assert (found.verdict, found.strategy) == ("USE", local(2))
-
-
-@pytest.mark.slow
-def test_a_leg_that_fails_rules_out_no_way(tmp_path: Path) -> None:
-    """The largest bucket has no space; a smaller one trains as the default does, and takes its place."""
-    large, small = (DEFAULT.replace(fuse_grad_size_in_MB=size) for size in (64.0, 1.0))
-    known = {one: of for one, of in ALL.items() if one != local(2)} | {large: Known(0.0119, 100.0, 60.0), small: Known(0.0108, 100.0, 60.0)}
-    found, _ = compared(tmp_path, [local(16), large], known, lambda leg, _: leg.strategy == large)
-    assert (found.verdict, found.strategy) == ("USE", small)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("next_one", [local(2), local(16, fuse_grad_size_in_MB=64.0)], ids=["another way", "its own"])
-def test_a_finalist_whose_pairs_fail_makes_room(tmp_path: Path, next_one: DistributedStrategy) -> None:
-    """Two legs, three runs to the target; the first leg of a pair has no space. That says nothing of its way."""
-    known = {DEFAULT: ALL[DEFAULT], local(16): Known(0.006, 110.0, 60.0), next_one: Known(0.0095, 110.0, 60.0)}
-    found, _ = compared(tmp_path, [local(16)], known, lambda leg, before: leg.strategy == local(16) and before == 5)
-    assert found.arms[1].rejected == "in the comparison failed on rank 1: no space"
-    assert (found.verdict, found.strategy) == ("USE", next_one)
-
-
-def test_a_way_without_a_gain_makes_room(tmp_path: Path) -> None:
-    """Promised in half of the time, it is there in 99 %: what it promised is no bar for others, and error is left for them."""
-    found, runner = compared(tmp_path, [local(16)], ALL | {local(16): Known(0.006, 100.0, 118.8)})
-    assert (found.verdict, found.strategy) == ("USE", local(2))
-    assert found.to_target == pytest.approx(0.012 / 0.0108, rel=1e-3)
-    assert evaluated(runner) == {DEFAULT, local(16), local(2)}
-
-
-def test_a_bucket_without_a_gain_makes_room_for_another(tmp_path: Path) -> None:
-    """All train as the default does, whose way is not ruled out: the third follows, as the second was named by the first one's legs."""
-    slow, next_one, small = (DEFAULT.replace(fuse_grad_size_in_MB=size) for size in (64.0, 16.0, 1.0))
-    known = {DEFAULT: ALL[DEFAULT], slow: Known(0.010, 100.0, 60.0, real_s=0.0119), next_one: Known(0.010, 100.0, 60.0, real_s=0.0118)}
-    found, _ = compared(tmp_path, [slow], known | {small: Known(0.0101, 100.0, 60.0, real_s=0.0108)})
-    assert (found.verdict, found.strategy) == ("USE", small)
-    assert [arm.strategy for arm in found.arms] == [DEFAULT, slow, next_one, small]
-
-
 def test_as_many_follow_as_there_are_finalists(tmp_path: Path) -> None:
     """Two ways miss, of one finalist: the third has no place."""
     known = ALL | {local(4): Known(0.010, 100.0, None)}
     found, runner = compared(tmp_path, [local(16)], known)
     assert found.verdict == "KEEP DEFAULT"
     assert evaluated(runner) == {DEFAULT, local(16), local(4)}
-
-
-def test_others_are_weighed_by_their_time_to_the_target(tmp_path: Path) -> None:
-    """K = 16 has the fastest step and takes twice the updates: neither its way nor K = 2 promises more than K = 4, and no leg is wasted."""
-    known = {DEFAULT: ALL[DEFAULT], local(16): Known(0.006, 200.0, 120.0), local(4): Known(0.0084, 100.0, 60.0)}
-    known |= {local(16, fuse_grad_size_in_MB=1.0): Known(0.0059, 200.0, 120.0), local(2): Known(0.0108, 100.0, 60.0)}
-    found, _ = compared(tmp_path, [local(16), local(4)], known)
-    assert (found.verdict, found.strategy) == ("USE", local(4))
-    assert [arm.strategy for arm in found.arms] == [DEFAULT, local(16), local(4)]
 
 
 def test_what_may_follow_are_all_ways_that_arrive(tmp_path: Path) -> None:

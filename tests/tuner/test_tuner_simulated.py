@@ -14,23 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Tune
 from fleetbench.measurements import Memory, ModelFlops
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key, name_profile
 from fleetbench.quantities import Bytes
 from fleetbench.result import step_s_of
-from fleetbench.stragglers import Blocks
 from fleetbench.strategy import DistributedStrategy
 from real.estimate.step import estimate
 from sim.many.sweep import Axis
 from sim.run import simulate
-from tuner.learning import Arrival
 from tuner.simulated import candidates, sharded
 from tuner.simulated.answer import SimulatedRecommendation, tune_simulated
-from tuner.simulated.assumptions import scaled
-from tuner.simulated.candidates import ranked, ways_of_embeddings
+from tuner.simulated.candidates import ranked
 from tuner.simulated.sizes import tune_sizes
 from tuner.simulated.uncertainty import FIRST_LOOK_ERROR, MODEL_ERROR, spread_of, ways_outside
 
@@ -64,7 +60,6 @@ def test_the_best_bucket_is_the_one_worked_out_by_hand(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx(0.022, rel=1e-4)
     assert found.speedup == pytest.approx(46 / 22, rel=1e-3)
     assert found.samples_per_s == pytest.approx(2 * 32 / 0.022, rel=1e-4)
-    assert [(knob.name, round(knob.worth, 3)) for knob in found.knobs] == [("fusion", round(46 / 22, 3))]
     assert found.low < found.speedup < found.high
     text = (folder / "recommended.toml").read_text(encoding="utf-8")
     assert text.splitlines()[1].startswith("# SIMULATED, declared compute: use ")
@@ -94,16 +89,6 @@ def test_a_latency_that_flips_the_answer_is_found_with_its_cost(tmp_path: Path) 
     assert {"bandwidth x 0.5", "compute x 2", "jitter of mean 0.1"} < set(cases)
 
 
-def test_of_equal_strategies_the_one_that_follows_the_assumption_is_chosen(tmp_path: Path) -> None:
-    """Fusion by cost makes the same two buckets, and one where the latency is twice as long: no assumption then changes the answer."""
-    found, _ = tune_simulated(_flipping(), out=tmp_path)
-    assert found.step_s == pytest.approx(0.035, rel=1e-4)
-    assert found.strategy.fuses_by_cost
-    twice = next(case for case in found.cases if case.assumption == "latency x 2")
-    assert not twice.changes_answer
-    assert twice.recommended_s == pytest.approx(0.045, rel=1e-4)
-
-
 def test_assumptions_scale_what_they_name(tmp_path: Path) -> None:
     """One trainer: 12 ms of compute, X = 0.5 always; nothing to recommend, and no link to doubt."""
     slow = {"kind": "jitter", "distribution": "constant", "mean": 0.5}
@@ -111,7 +96,6 @@ def test_assumptions_scale_what_they_name(tmp_path: Path) -> None:
     found, _ = tune_simulated(one, out=tmp_path)
     assert (found.speedup, found.low, found.high) == (1.0, 1.0, 1.0)
     assert found.strategy == one.strategy
-    assert found.knobs == ()
     times = {case.assumption: round(1e3 * case.recommended_s, 3) for case in found.cases}
     changed = {"stragglers x 0.5": 15.0, "stragglers x 2": 24.0, "compute x 0.5": 9.0, "compute x 2": 36.0}
     assert times == {"as declared": 18.0, **changed}
@@ -158,22 +142,6 @@ def test_all_assumptions_have_the_draws_of_the_headline(delayed: SimulatedRecomm
         assert low < rows["as declared"] < high
 
 
-def test_measured_blocks_are_scaled() -> None:
-    """Every X of every rank; the length of a block stays."""
-    blocks = Blocks(values=((0.0, 0.5), (0.25, 1.0)), block_steps=2)
-    assert scaled((blocks,), "stragglers", 2.0) == (Blocks(values=((0.0, 1.0), (0.5, 2.0)), block_steps=2),)
-
-
-def test_a_step_is_said_in_parts_that_add_up(delayed: SimulatedRecommendation) -> None:
-    """To the time from one start to the next; 12 ms of its compute are the table's, and the mean delay of 0.2 and a slow node's 0.3 add."""
-    parts = delayed.parts
-    assert sum(parts.values()) - parts["undelayed_s"] == pytest.approx(delayed.step_s, rel=1e-3)
-    assert parts["undelayed_s"] == pytest.approx(0.012)
-    assert parts["compute_s"] == pytest.approx(0.012 * 1.2 * (3 + 1.3) / 4, rel=0.02)
-    assert parts["wait_s"] > 0.002
-    assert parts["exposed_comm_s"] > 0.002
-
-
 def test_keeping_gives_the_interval_of_the_best_other(delayed: SimulatedRecommendation) -> None:
     """In its line and beside the first runner-up; around its speed-up, as wide as the seeds and the simulator make it."""
     assert (delayed.speedup, delayed.low, delayed.high) == (1.0, 1.0, 1.0)
@@ -187,11 +155,9 @@ def test_keeping_gives_the_interval_of_the_best_other(delayed: SimulatedRecommen
 
 
 def test_a_size_of_a_sweep_has_the_step_of_the_answer_for_it_alone(delayed: SimulatedRecommendation, tmp_path: Path) -> None:
-    """To the last bit, whether the whole space was tried at that size, as at 4 nodes, or not."""
-    for values in ("4,8", "3..8"):
-        sizes = {size.value: size for size in tune_sizes(_loader(_delayed()), Axis.parse(f"cluster.nodes={values}"), out=tmp_path).sizes}
-        assert (sizes["4"].step_s, sizes["4"].default_s) == (delayed.step_s, delayed.default_s)
-    assert not sizes["4"].searched
+    """To the last bit."""
+    sizes = {size.value: size for size in tune_sizes(_loader(_delayed()), Axis.parse("cluster.nodes=4,8"), out=tmp_path).sizes}
+    assert (sizes["4"].step_s, sizes["4"].default_s) == (delayed.step_s, delayed.default_s)
 
 
 def test_the_spread_over_seeds_covers_another_seed() -> None:
@@ -238,18 +204,6 @@ def _registry(folder: Path, gpu: str) -> Experiment:
     return name_profile(experiment, _profile(experiment), folder / "profile.toml")
 
 
-def test_copies_of_local_steps_count_where_memory_is_asked(tmp_path: Path) -> None:
-    """Beside a peak of 79 GB, two copies of 0.4 GB of parameters fit into 80 GB, and a third for the outer momentum does not."""
-    experiment = _registry(tmp_path, "H100")
-    profile = _profile(experiment)
-    assert profile.memory is not None
-    larger = dataclasses.replace(profile.memory, parameters=4 * 10**8)
-    named = name_profile(experiment, dataclasses.replace(profile, memory=larger), tmp_path / "larger.toml")
-    for configs, expected in (({"k_steps": 4}, True), ({"k_steps": 4, "outer_momentum": 0.9}, False)):
-        local = named.strategy.replace(localsgd=True, localsgd_configs=configs)
-        assert sharded.fits(named.replace(strategy=local)) is expected
-
-
 def test_what_fits_no_trainer_is_left_out_before_time_is_asked(tmp_path: Path) -> None:
     """79 GB of optimizer state and 8 GB of parameters and gradients fill no GPU of 80 GB: only shards fit, whatever they cost."""
     experiment = _registry(tmp_path, "H100").replace(tune=Tune(thread_num=(1,), sharding=(1, 3), min_gain=0.5))
@@ -291,35 +245,6 @@ def test_the_sharded_strategies_that_are_tried() -> None:
     assert len(set(sharded.candidates(short)[0])) == len(sharded.candidates(short)[0]) == len(own)
 
 
-def test_on_a_large_cluster_the_array_engine_runs_each_that_is_tried() -> None:
-    """The reference engine would take minutes for each of them; a note says which one is left out for that."""
-    inside, between = ({"bandwidth": f"{gbit} Gbit/s", "latency": "5 us"} for gbit in (3600, 400))
-    cluster = {"nodes": 4, "trainers_per_node": 8, "nics_per_node": 8, "intra": inside, "inter": between}
-    asked = _experiment(cluster=cluster, tune={"allow": ["wire16"]})
-    found, (note,) = sharded.candidates(asked)
-    assert len(found) == 8
-    assert "reshard_after_forward = 8" in str(note)
-    assert all(step_s_of(simulate(asked.replace(strategy=one), engine="vector")) > 0 for one in found)
-
-
-def test_what_does_not_fit_is_chosen_where_nothing_fits_alone(tmp_path: Path) -> None:
-    """A faster strategy that does not fit takes the place of one that does never; where none fits, ``min_gain`` decides as ever."""
-    experiment = _registry(tmp_path, "H100")
-
-    def needing(activations: int, **fields: Any) -> Experiment:
-        state, large = Bytes(79 * 10**9), Bytes(4 * 10**9)
-        peak = Bytes(87 * 10**9 + activations)
-        memory = Memory(parameters=large, gradients=large, optimizer_state=state, activations=Bytes(activations), peak=peak)
-        named = name_profile(experiment, dataclasses.replace(_profile(experiment), memory=memory), tmp_path / f"{activations}.toml")
-        return named.replace(strategy=DistributedStrategy(**fields))
-
-    whole, shards = DistributedStrategy(), DistributedStrategy(sharding=True)
-    assert candidates.choose(needing(10**9, sharding=True), {shards: 1.0, whole: 0.5}) == shards
-    assert candidates.choose(needing(10**9), {whole: 0.5, shards: 1.0}) == shards
-    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, shards: 1.5}) == whole
-    assert candidates.choose(needing(90 * 10**9), {whole: 1.0, shards: 0.5}) == shards
-
-
 def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> None:
     """Compute times c: 6 c + 40 ms in four buckets, 12 c + 10 in one; c = 0.75 and 1.25 are the ends."""
     found, folder = tune_simulated(_registry(tmp_path, "H100"), out=tmp_path)
@@ -331,15 +256,6 @@ def test_estimated_compute_is_said_and_widens_the_interval(tmp_path: Path) -> No
     assert found.spread.estimate_low == pytest.approx(-math.log(47.5 / 25 / middle), abs=1e-3)
     assert found.fits_in_memory
     assert not tune_simulated(_registry(tmp_path, "A100-40GB"), out=tmp_path)[0].fits_in_memory
-
-
-def test_layer_times_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    """A registry model needs a profile, for nothing is measured."""
-    unknown = _experiment(workload={"model": "digits_mlp", "layers": []}, run={"device": "cuda"})
-    with pytest.raises(ConfigError, match="layer times are not known") as error:
-        tune_simulated(unknown, out=tmp_path / "runs")
-    assert "workload.profile" in (error.value.hint or "")
-    assert not (tmp_path / "runs").exists()
 
 
 def test_sizes_are_priced(tmp_path: Path) -> None:
@@ -369,45 +285,6 @@ def test_reference_points_choose_the_number_of_trainers(tmp_path: Path) -> None:
     assert tune_sizes(_loader(_experiment()), Axis.parse("cluster.nodes=1"), out=tmp_path).least == {}
 
 
-def test_two_axes_try_every_pair(tmp_path: Path) -> None:
-    """Of declared layers a step of 128 samples takes as long as one of 32, and the law then prefers it on two trainers."""
-    points = [{"batch_size": 32, "samples": 1e6, "runs": 9}, {"batch_size": 64, "samples": 1.01e6, "runs": 9}]
-    found = tune_sizes(
-        _loader(_experiment(tune={"reference_points": points})),
-        Axis.parse("cluster.nodes=1,2"),
-        Axis.parse("workload.batch_size=32,128"),
-        out=tmp_path,
-    )
-    assert found.key == "cluster.nodes, workload.batch_size"
-    assert [size.value for size in found.sizes] == ["1, 32", "2, 32", "1, 128", "2, 128"]
-    assert [size.searched for size in found.sizes] == [True] * 4
-    assert found.least["soonest"].value == "2, 128"
-
-
-def test_virtual_trainers_give_the_points_of_a_sweep(tmp_path: Path) -> None:
-    """1,000 steps for one trainer, 500 for two, at every rate; four have no time, and the law says about as many samples for them."""
-    taught = _experiment(
-        workload={"model": "digits_mlp", "layers": [], "target_loss": 0.5}, cluster={"gpu": "A100"}, run={"device": "cuda"}
-    )
-
-    def learn(experiment: Experiment, _: float) -> Arrival:
-        if experiment.cluster.trainers > 2:
-            raise TimeoutError
-        return Arrival(1000.0 / experiment.cluster.trainers)
-
-    found = tune_sizes(_loader(taught), Axis.parse("cluster.nodes=1,2,4"), out=tmp_path, learn=learn)
-    assert [size.samples[1] for size in found.sizes] == pytest.approx([32_000] * 3, rel=0.15)
-    assert any("virtual trainers" in note for note in found.notes)
-    assert {size.strategy.local_steps for size in found.sizes} == {1}  # whose samples the law does not tell
-
-
-def test_sizes_between_two_searched_ones_carry_their_strategies(tmp_path: Path) -> None:
-    """Of 2 to 8 nodes 2, 4 and 8 are searched; a ring of n nodes 5 ms apart takes 10 (n - 1) ms a bucket, so that one bucket is best."""
-    found = tune_sizes(_loader(_experiment()), Axis.parse("cluster.nodes=2..8"), out=tmp_path)
-    assert [size.trainers for size in found.sizes if size.searched] == [2, 4, 8]
-    assert [size.step_s for size in found.sizes] == pytest.approx([0.012 + 0.010 * (nodes - 1) for nodes in range(2, 9)], rel=1e-3)
-
-
 def _loader(experiment: Experiment) -> Any:
     import tomllib
 
@@ -431,68 +308,6 @@ def test_local_steps_are_searched_only_where_a_target_prices_them(tmp_path: Path
     found, _ = tune_simulated(_experiment(workload=curve, tune={"local_steps": [1, 4], "fuse_grad_size_in_MB": [1.0]}), out=tmp_path)
     assert found.strategy.local_steps == 4
     assert found.notes[0].startswith("what 4 local steps cost in loss is not simulated")
-    assert any(note.startswith("K = 4 is the largest of tune.local_steps") for note in found.notes)
-
-
-def test_a_space_that_takes_too_long_is_searched_by_optuna(tmp_path: Path) -> None:
-    """The default is among what was tried, and no more than the trials were."""
-    ranking = ranked(_experiment(tune={"trials": 2, "search_seconds": 0, "sharding": []}), out=tmp_path)
-    assert _experiment().strategy in ranking.step_s
-    assert ranking.num_trials == 2
-    assert list(tmp_path.glob("studies/*.journal"))
-    more = ranked(_experiment(tune={"trials": 150, "search_seconds": 0, "sharding": []}), out=tmp_path)
-    assert more.num_trials == len(more.step_s) < 150  # Optuna repeats proposals; each strategy counts once
-
-
-def _embedding(**changes: Any) -> Experiment:
-    """The page's: 1,000,000 rows of 64 elements, 4,096 of them touched, and 400,000 dense elements; eight nodes on 3.125 bytes a ns."""
-    table = {"name": "table", "rows": 10**6, "width": 64, "touched": 4096, "forward": "1 ms", "backward": "1 ms"}
-    layers = [table, {"name": "dense", "params": 400_000, "forward": "2 ms", "backward": "4 ms"}]
-    link = {"bandwidth": "25 Gbit/s", "latency": "20 us", "payload": True}
-    workload = {"layers": layers, "batch_size": 512, "steps": 50}
-    cluster = {"nodes": 8, "inter": link, **changes.pop("cluster", {})}
-    return _experiment(workload=workload, cluster=cluster, strategy={"fuse_grad_size_in_MB": 32.0, **changes.pop("strategy", {})})
-
-
-def test_rows_are_gathered_in_the_time_of_a_closed_form() -> None:
-    """By hand: the dense bucket, ready at 7 ms, takes 14 (20 + 64 us); the rows then 7 (20 us + 4,096 x 264 bytes / 3.125), 346.03 us."""
-    found = simulate(_embedding()).summary
-    assert found.wall_s / 50 == pytest.approx(7e-3 + 14 * 84e-6 + 7 * (20e-6 + 4096 * 264 / 3.125e9), rel=1e-6)
-    assert found.bytes_sent_per_trainer == 50 * (7 * 4096 * 264 + 2 * 7 * 1_600_000 // 8)
-
-
-def test_exchanges_of_embeddings_are_compared() -> None:
-    """Dense gradients in one bucket after 8 ms: 14 (20 us + 257.6 MB / 8 / 3.125), 152.5 ms; servers beside both where there are some."""
-    (collective,) = ways_of_embeddings(_embedding(), _embedding().strategy)
-    assert "all gather rows 10.74 ms, all-reduces of dense gradients (sparse=False) 152.5 ms" in str(collective)
-    served = _embedding(cluster={"servers": 2}, strategy={"mode": "ps"})
-    (found,) = ways_of_embeddings(served, served.strategy)
-    assert "the recommended mode of 2 servers" in str(found)
-    assert "all gather rows 10.74 ms, all-reduces of dense gradients (sparse=False) 152.5 ms" in str(found)
-    assert ways_of_embeddings(_experiment(), _experiment().strategy) == []
-
-
-@pytest.mark.slow
-def test_servers_modes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two trainers 5 ms from a server: who waits for every push is slower than who exchanges every 8 steps, and the loss is not priced.
-
-    Nothing is simulated twice.
-    """
-    ran = list[str]()
-    monkeypatch.setattr(candidates, "simulate", lambda experiment, **how: [ran.append(experiment.digest()), simulate(experiment, **how)][1])
-    servers: dict[str, Any] = {"cluster": {"servers": 1}, "strategy": {"mode": "ps", "fuse_grad_size_in_MB": 32.0}}
-    layers = [{"name": "block", "params": MIB_NUMBERS, "forward": "4 ms", "backward": "8 ms"}]
-    served = _experiment(**servers, tune={"local_steps": [1, 8]}, workload={"optimizer": "sgd", "layers": layers})
-    found, _ = tune_simulated(served, out=tmp_path)
-    assert len(set(ran)) == len(ran) > 20
-    assert found.strategy.a_sync
-    assert found.speedup > 1.5
-    assert "parameter servers" in found.outside
-    assert any("staleness" in str(note) for note in found.notes)
-    assert [knob.name for knob in found.knobs] == ["parameter servers' mode"]
-    assert {"bandwidth x 0.5", "latency x 2", "compute x 2"} < {case.assumption for case in found.cases}
-    adam = ranked(_experiment(**servers, workload={"optimizer": "adam"}), out=tmp_path)
-    assert any(str(note).startswith("GeoSGD is not tried") for note in adam.notes)
 
 
 @pytest.mark.slow
@@ -535,13 +350,3 @@ def test_answers_have_the_utilisation_of_a_gpu(tmp_path: Path) -> None:
     assert summary.per_trainer is not None
     assert summary.per_trainer["mfu"] == pytest.approx(0.1 * first.step_s * summary.steps / summary.wall_s)
     assert summary.per_trainer["memory_bytes"] == found.per_trainer.memory_bytes
-
-
-def test_a_simulation_says_that_its_strategy_does_not_fit(tmp_path: Path) -> None:
-    """It is timed all the same."""
-    memory = Memory(parameters=Bytes(1), gradients=Bytes(1), optimizer_state=Bytes(0), activations=Bytes(1), peak=Bytes(81 * 10**9))
-    experiment = _registry(tmp_path, "H100")
-    named = name_profile(experiment, dataclasses.replace(_profile(experiment), memory=memory), tmp_path / "full.toml")
-    lines = [line["why"] for line in simulate(named).summary.skipped if line["what"] == "cluster.gpu"]
-    assert lines == ["the strategy needs 81 GB per trainer, and the GPU has 80 GB: it would not run"]
-    assert not [line for line in simulate(experiment).summary.skipped if line["what"] == "cluster.gpu"]

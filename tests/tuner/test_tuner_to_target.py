@@ -9,15 +9,13 @@ import pytest
 from scipy import stats
 from tuner_fakes import FakeRunner, target_experiment
 
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
 from fleetbench.target import crossing
 from real.leg import Leg
-from real.processes.diagnosis import LegFailed
 from tuner.real_runs import RealRuns
-from tuner.recommendation import Arm, Recommendation, TargetCheck
+from tuner.recommendation import Arm, Recommendation
 from tuner.sequential import ERROR, judge, looks
 from tuner.to_target import SPREAD, SPREAD_FREE, Updates, on_line
 from tuner.verify import verify
@@ -144,27 +142,6 @@ def test_one_run_each_has_an_interval_that_holds(slower: float, noise: float) ->
     assert abs(float(np.mean(off))) < 0.03
 
 
-def test_losses_that_do_not_fall_or_are_few_tell_nothing() -> None:
-    """A line through them has no crossing that is known: of rising losses, of a plateau, where it is far off, of few, of infinite ones."""
-    told = [
-        [(10.0 * n, 0.3 + 0.01 * n) for n in range(1, 9)],
-        [(10.0 * n, 0.51 - 0.0001 * n) for n in range(1, 9)],
-        [(10.0, 0.6), (20.0, 0.4), (30.0, 0.4)],
-        [(10.0, math.inf), (20.0, 0.6), (30.0, 0.5), (40.0, 0.4)],
-    ]
-    assert [on_line(windows, TARGET, 40.0) for windows in told] == 4 * [(40.0, None)]
-    assert on_line([(10.0 * n, 1.0 - 0.5 * math.log(n)) for n in range(1, 9)], TARGET, 30.0) == pytest.approx((10 * math.e, 0), abs=1e-9)
-
-
-def test_what_losses_do_not_tell_has_no_interval() -> None:
-    """Of the one seed with which both arrive, its own noise counts: unknown is infinite; several seeds have their spread."""
-    check = TargetCheck(reached=False).with_run(None, None, 200, noise=0.1).with_run(150.0, 0.4, 200, noise=None)
-    other = TargetCheck(reached=False).with_run(None, None, 200, noise=0.1).with_run(120.0, 0.4, 200, noise=0.2)
-    assert (check.noise_beside(other), other.noise_beside(other)) == (math.inf, pytest.approx(0.2 * math.sqrt(2)))
-    assert TargetCheck(reached=True, updates=(100.0,)).noise_beside(TargetCheck(reached=True, updates=(90.0,))) == 0.0  # of an older folder
-    assert Updates((0.1,), (0,), math.inf).half(ERROR, -1) == math.inf
-
-
 def script_experiment(**tune: object) -> Experiment:
     """Of a user's script with a target, as many seeds as it has by default."""
     experiment = target_experiment(**{"pairs": 8, "target_seeds": None} | tune)
@@ -242,103 +219,3 @@ def test_a_script_that_ignores_its_seed_proves_nothing(tmp_path: Path, seeds: in
     assert f"USE to a target takes runs of 5 seeds, and 1 was run: {change}" in found.line
     assert found.to_target_low is not None
     assert 1.2 < found.to_target_low < 1.5
-
-
-def test_a_script_whose_losses_tell_nothing_is_undecided(tmp_path: Path) -> None:
-    """They are at the target from the second window on and stay there: twice as fast steps are no proof, and no error ends the tuning."""
-    experiment = script_experiment()
-    losses = np.where(np.arange(400) < WINDOW, 2.0, TARGET)
-    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 150.0, losses=losses, by_seed=0.0)
-    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
-    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
-    assert (found.verdict, found.undecided, found.to_target_low) == ("KEEP DEFAULT", True, None)
-    assert "local measured 2.000x, no interval to the target, one run each, in 4 pairs" in found.line
-    found.save(tmp_path)
-    assert Recommendation.load(tmp_path).arms[1].target == found.arms[1].target
-
-
-@pytest.mark.slow
-def test_a_target_within_the_first_window_is_refused(tmp_path: Path) -> None:
-    """Nothing tells when within it a script was there; the hint names what to set.
-
-    A finalist that is so fast counts as there at the window's end, of 20 steps of 5 ms; in each of five seeds that is proof, in one not.
-    """
-    experiment = script_experiment()
-    runner = Reporting(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda _: 20.0)
-    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
-    with pytest.raises(ConfigError, match="the script's first losses are at it already") as error:
-        verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path / "all", step_s=0.01))
-    assert "workload.eval_every below 20" in error.value.hint
-    runner.updates = lambda leg: 20.0 if leg.strategy.localsgd else 150.0
-    for seeds, verdict in ((5, "USE"), (1, "KEEP DEFAULT")):
-        experiment = script_experiment(target_seeds=seeds)
-        found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path / str(seeds), step_s=0.01))
-        assert (found.verdict, found.undecided) == (verdict, verdict != "USE"), found.line
-        assert found.arms[1].target is not None
-        assert found.arms[1].target.time_s == pytest.approx(0.1)
-
-
-def test_a_rejection_says_that_windows_are_too_long(tmp_path: Path) -> None:
-    """The last loss is below the target, and no three windows in a row were."""
-    experiment = target_experiment()
-    runner = FakeRunner(experiment, lambda s: 0.01 / (2 if s.localsgd else 1), updates=lambda leg: None if leg.strategy.localsgd else 80.0)
-    missed = runner.run
-    runner.run = lambda leg: replace(missed(leg), summary=replace(missed(leg).summary, final_loss=0.45))  # type: ignore[method-assign]
-    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("local", LOCAL))]
-    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
-    assert "(final loss 0.45, of three evaluations in a row: workload.eval_every)" in (found.arms[1].rejected or "")
-
-
-@dataclass
-class FailingLater(FakeRunner):
-    """Where local steps run out of memory once they have been to the target."""
-
-    has_been: bool = False
-
-    def run(self, leg: Leg) -> RunResult:
-        """See ``Runner``."""
-        if self.has_been and leg.strategy.localsgd:
-            raise LegFailed("out of memory", "rank 1")
-        self.has_been = self.has_been or (leg.evaluate and leg.strategy.localsgd)
-        return FakeRunner.run(self, leg)
-
-
-def test_a_candidate_that_reached_the_target_and_failed_later_did_reach_it(tmp_path: Path) -> None:
-    """The reason does not say that nothing reached it."""
-    experiment = target_experiment()
-    runner = FailingLater(
-        experiment, lambda strategy: 0.006 if strategy.localsgd else 0.012, lambda strategy: 2.0 if strategy.localsgd else None
-    )
-    arms = [Arm(name=name, strategy=one, simulated_s=0.01) for name, one in (("default", DistributedStrategy()), ("fast", LOCAL))]
-    found = verify(experiment, arms, RealRuns(experiment=experiment, runner=runner, folder=tmp_path, step_s=0.01))
-    assert found.verdict == "KEEP DEFAULT"
-    assert "out of memory" in found.reason
-    assert "no strategy that was tried" not in found.reason
-
-
-@pytest.mark.slow
-def test_a_step_is_judged_first_where_the_budget_has_no_room_for_seeds(tmp_path: Path) -> None:
-    """K = 16 promises most and would take ten runs to the target; small buckets train like the default, and gain a little for sure.
-
-    Without a budget it is K = 16 that is compared, and used.
-    """
-    fast = DistributedStrategy(localsgd=True, localsgd_configs=LocalSGDConfigs(k_steps=16))
-    tried = {"default": DistributedStrategy(), "fast": fast, "fused": DistributedStrategy(fuse_grad_size_in_MB=1.0)}
-    arms = [Arm(name=name, strategy=strategy, simulated_s=0.01) for name, strategy in tried.items()]
-
-    def seconds(strategy: DistributedStrategy) -> float:
-        return 0.006 if strategy == fast else 0.0114 if strategy == tried["fused"] else 0.012
-
-    found = {}
-    for name, minutes in (("small", 4.0), ("none", None)):
-        experiment = target_experiment(budget_minutes=minutes, local_steps=(1,), pairs=8)
-        experiment = experiment.replace(run=replace(experiment.run, device="cpu"))
-        runner = FakeRunner(experiment, seconds, updates=lambda leg: 80.0 + (leg.seed or 0))
-
-        def clock(runner: FakeRunner = runner) -> float:
-            return sum(one.steps + one.warmup_steps for one in runner.legs) / 2
-
-        legs = RealRuns(experiment=experiment, runner=runner, folder=tmp_path / name, step_s=0.5, clock=clock)
-        found[name] = verify(experiment, arms, legs)
-    assert [(one.verdict, one.finalist) for one in found.values()] == [("USE", "fused"), ("USE", "fast")]
-    assert found["small"].to_target is None

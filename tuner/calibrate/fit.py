@@ -39,9 +39,6 @@ _SLOPE = 0.003
 """Relative change of a parameter for measuring its slope; ``_LEAST_UNITS`` is the least change in bit/s or ns."""
 _LEAST_UNITS = 20.0
 _ROUNDS = 15
-_MOST, _APART, _LARGEST_LOG = math.log(300.0), math.log(100.0), 700.0
-"""Largest logarithms: of the median ratio of measured to simulated seconds, of the gap between the ratios of two
-rows, and of a number that fits into a float."""
 _LEAST_GAIN = 0.01
 """Least decrease of the sum of squares for which the fit continues, as a share of ``_Fit._floor``."""
 _NEVER = -np.inf
@@ -110,7 +107,6 @@ def calibrate(
     limits: dict[int, tuple[float, float]] = {}
     identified: set[int] = set()
     declared_s = fit.look(logs, free)
-    _refuse_unlikely(cells, fit.model.measured_s, np.log(fit.model.measured_s) - np.log(declared_s))
     while free:
         if progress:
             progress(len(keys) - len(free), len(keys))
@@ -144,36 +140,9 @@ def calibrate(
     )
 
 
-def _refuse_unlikely(cells: Sequence[Cell], measured_s: Floats, logs: Floats) -> None:
-    """Raise ``ConfigError`` for rows far from all others, or if all are far from what is simulated.
-
-    ``logs``: of measured / simulated seconds.
-    """
-    hint = "seconds are no milliseconds: correct or drop it; or declare a cluster nearer to what was measured"
-    order = np.argsort(logs)
-    gaps = np.diff(logs[order])
-    if len(gaps) and gaps.max() > _APART:
-        parts = order[: gaps.argmax() + 1], order[gaps.argmax() + 1 :]
-        fewer, others = sorted(parts, key=lambda part: (len(part), -abs(np.median(logs[part]))))
-        index = min(fewer)
-        times = _times(float(logs[index] - np.median(logs[others])))
-        more = f", as are {len(fewer) - 1} more rows" if len(fewer) > 1 else ""
-        what = f"is {times} times what other rows let expect{more}"
-        raise ConfigError(what, cells[index].where, f"{measured_s[index]:g} s", hint)
-    if abs(middle := float(np.median(logs))) > _MOST:
-        what = f"are {_times(middle)} times what is simulated as declared"
-        raise ConfigError(what, "seconds", f"{measured_s[0]:g}", hint)
-
-
-def _times(log: float) -> str:
-    factor = math.exp(min(log, _LARGEST_LOG))
-    return f"{factor:,.0f}" if 10 <= factor < 1e6 else f"{factor:.3g}"
-
-
 def _weights(cells: Sequence[Cell]) -> Floats:
-    measured = [cell.samples_per_s if cell.seconds is None else cell.seconds for cell in cells]
-    relative = [min((cell.sd or 0.0) / (value or 1.0), 1e3) for cell, value in zip(cells, measured, strict=True)]
-    weights = np.array([cell.weight / (sd**2 + 0.01**2) for cell, sd in zip(cells, relative, strict=True)])
+    relative = [(cell.sd or 0.0) / (cell.seconds or cell.samples_per_s or 1.0) for cell in cells]
+    weights = np.array([1 / (sd**2 + 0.01**2) for sd in relative])
     return np.asarray(weights / weights.mean())
 
 

@@ -1,9 +1,8 @@
 """Larger: the time of a step on more GPUs than were measured, its interval, and whether more GPUs pay."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from fleetbench.cluster import Cluster
@@ -64,10 +63,6 @@ def verdict(forecast: Forecast) -> str:
     return f"{'yes' if forecast.faster >= SURE else 'no'} ({forecast.faster:.0%})"
 
 
-FAR = 2.0
-"""Factor by which the forecast of a measured size may be off. If it is off by more, no law explains the cells."""
-
-
 def larger(
     experiment: Experiment, cells: Sequence[Cell], gpus: Sequence[int], known: Known, *,
     global_batch: int | None = None, batch: int | None = None,
@@ -84,12 +79,11 @@ def larger(
         batch: samples per GPU in cells that do not state them.
 
     Raises:
-        ConfigError: a cell or a number does not describe whole nodes, a batch is missing, or no law explains a
-            cell.
+        ConfigError: a cell or a number does not describe whole nodes, or a batch is missing.
     """
     measured: dict[Size, list[float]] = {}
     for cell in cells:
-        size = size_of(cell, experiment.cluster, batch)
+        size = _size_of(cell, experiment.cluster, batch)
         rate = cell.samples_per_s
         seconds = cell.seconds if rate is None else size.gpus * size.local_batch / rate
         assert seconds is not None, "a cell measured something"
@@ -97,13 +91,7 @@ def larger(
     most = max(measured, key=lambda size: size.gpus)
     cluster, per_node = experiment.cluster, experiment.cluster.trainers_per_node
     per_node = per_node if _is_declared(cluster) else max(size.gpus_per_node for size in measured)
-    posterior, asked = Scaling.of(measured, known), []
-    for size, runs in measured.items():
-        told, found = median(runs), posterior.forecast(size).step_s[1]
-        if not 1 / FAR < found / told < FAR:
-            what = "is explained by no law within the priors, beside the other rows and what is declared"
-            hint = f"look for a wrong unit in the table, --flops or --parameters: the nearest law takes {found:.3g} s"
-            raise ConfigError(what, f"the row of {size.gpus} GPUs", f"{told:.3g} s", hint)
+    posterior, asked = Scaling.of(measured, known), list[Size]()
     for number in gpus:
         nodes = max(1, number // per_node)
         if number != nodes * min(number, per_node):
@@ -129,37 +117,29 @@ def _is_declared(cluster: Cluster) -> bool:
     return cluster.trainers_per_node > 1 or cluster.nodes > 1
 
 
-def size_of(cell: Cell, cluster: Cluster, batch: int | None) -> Size:
+def _size_of(cell: Cell, cluster: Cluster, batch: int | None) -> Size:
     """Return the size of a cell. Raises ``ConfigError`` for settings that do not describe one."""
-    settings: Mapping[str, str] = cell.settings
-    if cell.all_reduce_bytes is not None or settings.keys() - {NODES, PER_NODE, GPUS, BATCH, GLOBAL_BATCH}:
-        other = sorted(settings.keys() - {NODES, PER_NODE, GPUS, BATCH, GLOBAL_BATCH})
+    settings = cell.settings
+    if other := settings.keys() - {NODES, PER_NODE, GPUS, BATCH, GLOBAL_BATCH}:
         hint = "columns gpus or nodes, gpus_per_node, local_batch or global_batch, seconds or samples_per_s"
-        raise ConfigError("a size has no such column", cell.where, ", ".join(other) or "all_reduce_bytes", hint)
-    values = {key: _whole(text, f"{cell.where}, {key}") for key, text in settings.items()}
+        raise ConfigError("a size has no such column", cell.where, ", ".join(sorted(other)), hint)
+    try:
+        values = {key: int(text) for key, text in settings.items()}
+        own = Cluster(nodes=values.get(NODES, cluster.nodes), trainers_per_node=values.get(PER_NODE, cluster.trainers_per_node))
+        if GPUS in values:
+            own = of_gpus(own, settings[GPUS], has_nodes=NODES in values)
+    except ValueError as error:
+        raise ConfigError("must hold whole numbers", cell.where, str(error), "for example 8") from None
+    except ConfigError as error:
+        raise ConfigError(error.what, f"{cell.where}, {error.where}", error.value, error.hint) from None
     if values.get(GPUS, 1) > 1 and PER_NODE not in values and not _is_declared(cluster):
         hint = "add a column gpus_per_node, or --set cluster.trainers_per_node=8"
         raise ConfigError("does not say how many GPUs a node has", cell.where, settings[GPUS], hint)
-    own = Cluster(nodes=values.get(NODES, cluster.nodes), trainers_per_node=values.get(PER_NODE, cluster.trainers_per_node))
-    if GPUS in values:
-        try:
-            own = of_gpus(own, settings[GPUS], has_nodes=NODES in values)
-        except ConfigError as error:
-            raise ConfigError(error.what, f"{cell.where}, {error.where}", error.value, error.hint) from None
     local = values.get(BATCH, batch) if GLOBAL_BATCH not in values else values[GLOBAL_BATCH] / own.trainers
-    if BATCH in values and GLOBAL_BATCH in values and values[BATCH] * own.trainers != values[GLOBAL_BATCH]:
-        what, told = "are not one batch", f"{values[BATCH]} x {own.trainers}, and {values[GLOBAL_BATCH]}"
-        raise ConfigError(what, f"{cell.where}, local_batch and global_batch", told, "drop one of the columns")
     if local is None:
         hint = "add a column local_batch or global_batch, or --set workload.batch_size=32"
         raise ConfigError("does not say how many samples a step has", cell.where, hint=hint)
     return Size(nodes=own.nodes, gpus_per_node=own.trainers_per_node, local_batch=float(local))
-
-
-def _whole(text: str, where: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError("must be a whole number from 1", where, repr(text), "for example 8")
-    return int(text)
 
 
 def known_of(experiment: Experiment, out: Path, parameters: float | None, flops: float | None, *, has_model: bool) -> Known:

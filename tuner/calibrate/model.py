@@ -26,7 +26,7 @@ from sim.many.objective import StepTime, table_key
 from sim.network.links import Links
 from sim.network.routes import way
 from sim.scenario import Scenario
-from tuner.calibrate.cells import GLOBAL_BATCH, GPUS, Cell
+from tuner.calibrate.cells import GPUS, Cell
 from tuner.simulated.assumptions import scaled
 
 COMPUTE = "compute"
@@ -130,12 +130,7 @@ class Model:
 
     def _applied(self, experiment: Experiment, values: Sequence[float]) -> Experiment:
         for parameter, value in zip(self.parameters, values, strict=True):
-            try:
-                experiment = parameter.applied(experiment, value)
-            except ConfigError as error:
-                what = f"cannot be fitted: the search leads to {value:.4g}, which {error.what}"
-                hint = f"leave {parameter.key} out of --fit"
-                raise ConfigError(what, "--fit", repr(parameter.key), hint) from None
+            experiment = parameter.applied(experiment, value)
         return experiment
 
     def calibrated(self, experiment: Experiment, values: Sequence[float]) -> tuple[Experiment, Profile | None]:
@@ -199,9 +194,6 @@ def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings
     """Return the experiment with a cell's settings, with only as many steps as the step time needs."""
     changed = copy.deepcopy(dict(data))
     of_file = dict(settings)
-    if GLOBAL_BATCH in of_file:
-        hint = "write local_batch, a trainer's, with --fit; --gpus takes either"
-        raise ConfigError("is not taken by --fit", GLOBAL_BATCH, of_file[GLOBAL_BATCH], hint)
     gpus = of_file.pop(GPUS, None)
     for key, value in of_file.items():
         apply_override(changed, f"{key}={value}")

@@ -2,29 +2,28 @@
 
 import dataclasses
 import math
-import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fleetbench import units
 from fleetbench.config import Config
 from fleetbench.cores import on_cores
 from fleetbench.digests import sealed_json, write_whole
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.fields import CALLED
+from fleetbench.plan.rounds import levels
 from fleetbench.profile import profile_of, table_for
 from fleetbench.quantities import counted, hours_or_days
-from fleetbench.result import RunResult, parts_of
+from fleetbench.result import parts_of
 from fleetbench.store import new_run_id
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.utilisation import Utilisation, utilisation
 from sim.many.pool import Where
+from sim.run import simulate
 from tuner.budget import seeds_of
 from tuner.learning import Learn, by_virtual_trainers
 from tuner.notes import Annotated, Note, Remark
@@ -39,9 +38,6 @@ from tuner.verify import Progress
 from tuner.ways import Ways, over_seeds
 
 SCHEMA = 1
-RERANKED, SERVED_RERANKED = 6, 3
-"""Number of best strategies that are simulated again under each assumption, without and with servers. The best
-strategy with each value of a knob is added."""
 RUNNERS_UP = 4
 OWN_DOES_NOT_FIT = "the experiment's own strategy needs more memory than a trainer has"
 
@@ -59,16 +55,6 @@ class Rival(Config):
     interval: tuple[float, ...] = ()
     """Ends of the 90 % interval of ``to_target``, or else of the speed-up. Only the first runner-up has it, if the
     answer is to keep the experiment's own strategy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knob(Config):
-    """Gain by one knob of the recommended strategy."""
-
-    name: str
-    worth: float
-    """Time with the knob as in the experiment and all others as recommended, divided by the recommended
-    strategy's time; per step, or to the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +124,12 @@ class SimulatedRecommendation(Annotated):
     fits_in_memory: bool | None
     memory: dict[str, int] = field(default_factory=dict)
     """Memory of a trainer under the recommended strategy, in bytes by content; empty if no profile has it."""
-    knobs: tuple[Knob, ...]
     runners_up: tuple[Rival, ...]
     cases: tuple[Case, ...]
     churn: UnderChurn | None = None
     """Choice under ``cluster.churn``, if the experiment has it; all other fields are of an undisturbed cluster."""
     seeds: int
     num_trials: int
-    num_reranked: int
-    """Number of strategies that were simulated under each changed assumption."""
     caveat: str | None = None
     """Caveats for the line, if any: the own strategy does not fit, no way is known to reach the target, or another
     learning rate alone makes the default faster."""
@@ -206,17 +189,13 @@ def tune_simulated(
     """
     experiment = candidates.with_compute(experiment, out)
     folder = out / f"{experiment.name}-simulated-{experiment.digest()}-{new_run_id()}"
-    try:
-        with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
-            found = _Answering(experiment, out, Path(scratch), progress or (lambda *_: None), learn, on).answer()
-        folder.mkdir(parents=True, exist_ok=True)
-        experiment.save(folder / "experiment.toml")
-        found.save(folder)
-        if found.strategy != experiment.strategy:
-            write_whole(folder / "recommended.md", page_of(found.strategy, experiment.strategy, found.line))
-    except BaseException:  # after Ctrl-C, too, no part of the folder stays
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with tempfile.TemporaryDirectory(prefix="fleetbench-") as scratch:
+        found = _Answering(experiment, out, Path(scratch), progress or (lambda *_: None), learn, on).answer()
+    folder.mkdir(parents=True, exist_ok=True)
+    experiment.save(folder / "experiment.toml")
+    found.save(folder)
+    if found.strategy != experiment.strategy:
+        write_whole(folder / "recommended.md", page_of(found.strategy, experiment.strategy, found.line))
     return found, folder
 
 
@@ -229,9 +208,6 @@ class _Answering:
     learn: Learn
     on: Where
     ways: Ways = field(default_factory=Ways)
-    served: dict[str, RunResult] = field(default_factory=dict)
-    """Results with servers, by the experiment's digest. They are kept because they take a hundred times as long,
-    and several rows need the same ones."""
 
     def answer(self) -> SimulatedRecommendation:
         experiment, default = self.experiment, self.experiment.strategy
@@ -242,7 +218,6 @@ class _Answering:
             progress=lambda done, total: self.progress(f"search {total} strategies", done, total),
             learn=self.learn,
             learning=learning,
-            known=self.served,
             on=self.on,
         )
         best, measure = candidates.finalists(default, ranking.with_ways(experiment.tune.finalists)), self._over_seeds(experiment)
@@ -252,34 +227,16 @@ class _Answering:
         best = [strategy for strategy in best if self.ways.arrives(strategy)]
         times = {strategy: measure(strategy) for strategy in self._told("try the best {} with other seeds", best)}
         step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
-        telling = ranking.telling(SERVED_RERANKED if default.mode == "ps" else RERANKED)
-        retried = list(dict.fromkeys([*best, *filter(self.ways.arrives, telling)]))
+        chosen = candidates.choose(experiment, step_s)
         assumed, notes = assumptions(experiment, self.scratch)
-        trials_s: dict[str, candidates.Times] = {}
-        for name in self._told("assume {} other conditions", list(assumed)):  # with the first of the answer's seeds
-            first = assumed[name].replace(run=candidates.seeded(assumed[name])[0].run)
-            trial = candidates.step_time(candidates.shortened(first), self.served)
-            trials_s[name] = {strategy: self.ways.step_s(strategy, trial) * self.ways.weight(strategy) for strategy in retried}
-
-        def at_worst(strategy: DistributedStrategy) -> float:
-            costs = (found[strategy] / min(found.values()) for found in trials_s.values())
-            return round(max(costs, default=1.0) / candidates.TIE) * candidates.TIE
-
-        chosen = candidates.choose(experiment, step_s, at_worst)
-        rows = {name: self._with_headline_draws(assumed[name], found, chosen) for name, found in trials_s.items()}
-        others = [other for other in sorted(step_s, key=lambda strategy: step_s[strategy]) if other != chosen]
-        keeps, compared = chosen == default, [chosen, *others][chosen == default and bool(others)]
-        ratios = [own / other for own, other in zip(times[default], times[compared], strict=True)]
-        outside, gain, updates = ways_outside(experiment), statistics.geometric_mean(ratios), self.ways.ratios(compared)
-        spread = spread_of(ratios, outside, self._ends(default, compared)) if compared != default else Spread(seeds=0.0, model=0.0)
-        own_s, chosen_s = (step_s[strategy] / self.ways.weight(strategy) for strategy in (default, chosen))
-        speedup = 1.0 if keeps else gain * self.ways.weight(chosen) / self.ways.weight(default)
-        low, high = (1.0, 1.0) if keeps else spread.interval(speedup)
-        spread, interval = _with_updates(spread, gain, updates)
-        arrives = not keeps and updates is not None
+        told = self._told("assume {} other conditions", list(assumed))
+        cases = [self._case("as declared", step_s, chosen)]
+        cases += [self._case(name, self._assumed(assumed[name], best, chosen), chosen) for name in told]
         memory = sharded.memory_of(experiment.replace(strategy=chosen)) or {}
+        own_s, chosen_s = (step_s[strategy] / self.ways.weight(strategy) for strategy in (default, chosen))
         one, trainers = utilisation(experiment, chosen_s, sum(memory.values()) or None), experiment.cluster.trainers
-        rivals = [self._rival(other, step_s, interval if other == compared else ()) for other in others]
+        gains = self._gains(chosen, times)
+        does_not_fit = OWN_DOES_NOT_FIT if sharded.fits(experiment) is False else None
         return SimulatedRecommendation(
             experiment=experiment.digest(),
             name=experiment.name,
@@ -292,40 +249,60 @@ class _Answering:
             samples_per_s=trainers * one.samples_per_s,
             tokens_per_s=None if one.tokens_per_s is None else trainers * one.tokens_per_s,
             per_trainer=one,
-            speedup=speedup,
+            outside=ways_outside(experiment),
             target_loss=experiment.workload.target_loss if self.ways.updates else None,
             trained=len(self.ways.updates.get(self.ways.own, ())),
-            to_target=gain if arrives else None,
-            to_target_interval=interval if arrives else (),
-            arrived=0 if updates is None else updates.num_known,
-            low=low,
-            high=high,
-            spread=spread,
-            outside=outside,
             fits_in_memory=sharded.fits(experiment.replace(strategy=chosen)),
             memory=memory,
-            knobs=self._knobs(default, chosen),
-            runners_up=tuple(rivals[:RUNNERS_UP]),
-            cases=tuple(self._case(name, found, chosen) for name, found in {"as declared": step_s, **rows}.items()),
+            cases=tuple(cases),
             churn=self._under_churn(chosen, ranking),
-            seeds=len(ratios),
             num_trials=ranking.num_trials,
-            num_reranked=len(retried),
-            caveat="; ".join(filter(None, [OWN_DOES_NOT_FIT if sharded.fits(experiment) is False else "", self.ways.said_beside(chosen)]))
-            or None,
-            told=(
-                *self._caveats(chosen, interval[0] if arrives and interval else low, trainers * one.samples_per_s),
-                *candidates.ways_of_embeddings(experiment, chosen),
-                *ranking.notes,
-                *self.ways.notes,
-                *notes,
-            ),
+            caveat="; ".join(filter(None, [does_not_fit, self.ways.said_beside(chosen)])) or None,
+            told=(*self._caveats(chosen, gains["low"], trainers * one.samples_per_s), *ranking.notes, *self.ways.notes, *notes),
+            **gains,
         )
+
+    def _gains(self, chosen: DistributedStrategy, times: Mapping[DistributedStrategy, Sequence[float]]) -> dict[str, Any]:
+        """Return the gains as fields of the recommendation, with their intervals and the runners-up.
+
+        ``times``: seconds with each seed, per step or to the target. If the answer is to keep the experiment's own
+        strategy, the interval is that of the first runner-up.
+        """
+        default, ways = self.experiment.strategy, self.ways
+        step_s = {strategy: statistics.fmean(found) for strategy, found in times.items()}
+        others = [other for other in sorted(step_s, key=lambda strategy: step_s[strategy]) if other != chosen]
+        keeps, compared = chosen == default, next(iter(others), default) if chosen == default else chosen
+        ratios = [own / other for own, other in zip(times[default], times[compared], strict=True)]
+        gain, updates = statistics.geometric_mean(ratios), ways.ratios(compared)
+        outside, is_compared = ways_outside(self.experiment), compared != default
+        spread = spread_of(ratios, outside, self._ends(default, compared)) if is_compared else Spread(seeds=0.0, model=0.0)
+        speedup = 1.0 if keeps else gain * ways.weight(chosen) / ways.weight(default)
+        low, high = (1.0, 1.0) if keeps else spread.interval(speedup)
+        spread, interval = _with_updates(spread, gain, updates)
+        to_target = {"to_target": gain, "to_target_interval": interval} if not keeps and updates is not None else {}
+        rivals = [
+            Rival(
+                strategy=other,
+                step_s=step_s[other] / ways.weight(other),
+                to_target=step_s[default] / step_s[other] if ways.updates else None,
+                interval=interval if other == compared else (),
+            )
+            for other in others[:RUNNERS_UP]
+        ]
+        return to_target | {
+            "speedup": speedup,
+            "low": low,
+            "high": high,
+            "spread": spread,
+            "seeds": len(ratios),
+            "arrived": 0 if updates is None else updates.num_known,
+            "runners_up": tuple(rivals),
+        }
 
     def _over_seeds(self, experiment: Experiment) -> Callable[[DistributedStrategy], list[float]]:
         """Return a function from a strategy to its seconds with each seed, per step or to the target."""
-        measures = candidates.over_seeds(experiment, self.served)
-        return lambda strategy: [self.ways.step_s(strategy, step_s) * self.ways.weight(strategy) for step_s in measures]
+        measures = candidates.over_seeds(experiment)
+        return lambda strategy: [step_s(strategy) * self.ways.weight(strategy) for step_s in measures]
 
     def _under_churn(self, chosen: DistributedStrategy, ranking: candidates.Ranking) -> UnderChurn | None:
         if self.experiment.cluster.churn is None:
@@ -341,11 +318,6 @@ class _Answering:
         strategies = by_local_steps(self.experiment, [chosen, *ranking.step_s], others=not self.ways.updates)
         return under_churn(self.experiment, strategies, samples_to_target)
 
-    def _rival(self, strategy: DistributedStrategy, objective_s: candidates.Times, interval: tuple[float, ...]) -> Rival:
-        to_target = objective_s[self.experiment.strategy] / objective_s[strategy] if self.ways.updates else None
-        step_s = objective_s[strategy] / self.ways.weight(strategy)
-        return Rival(strategy=strategy, step_s=step_s, to_target=to_target, interval=interval)
-
     def _told(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """Yield the items, and report progress before each."""
         for done, item in enumerate(items):
@@ -353,13 +325,16 @@ class _Answering:
             yield item
 
     def _parts(self, chosen: DistributedStrategy) -> dict[str, float]:
-        experiments, levels = candidates.seeded(self.experiment), self.ways.levels(chosen, self.experiment.workload)
+        workload, experiments = self.experiment.workload, candidates.seeded(self.experiment)
+        shares = levels(chosen.replace(lr_scale=1.0), workload.steps, workload.steps_per_epoch)
         found = [
-            _mean_parts([(experiment.replace(strategy=one), share) for one, share in levels], self.served) for experiment in experiments
+            (parts_of(simulate(experiment.replace(strategy=one), timeline=False, table=True)), share / len(experiments))
+            for experiment in experiments
+            for one, share in shares
         ]
         own = experiments[0].replace(strategy=chosen)
         table = on_cores(own, table_for(own))
-        means = {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
+        means = {name: sum(share * parts[name] for parts, share in found) for name in found[0][0]}
         return {"undelayed_s": (table.forward_ns + table.backward_ns) / 1e9, **means}
 
     def _ends(self, default: DistributedStrategy, chosen: DistributedStrategy) -> list[float]:
@@ -373,30 +348,17 @@ class _Answering:
             found.append(statistics.fmean(measure(default)) / statistics.fmean(measure(chosen)))
         return found
 
-    def _knobs(self, default: DistributedStrategy, chosen: DistributedStrategy) -> tuple[Knob, ...]:
-        """Return each knob that the recommended strategy changes, with its worth by one seed."""
-        step_s, found = candidates.step_time(candidates.shortened(self.experiment), self.served), []
-        for name, fields in CALLED.items():
-            if all(getattr(default, field) == getattr(chosen, field) for field in fields):
-                continue
-            try:
-                without = chosen.replace(**{field: getattr(default, field) for field in fields})
-                if self.ways.arrives(without):
-                    weights = self.ways.weight(without) / self.ways.weight(chosen)
-                    found.append(Knob(name=name, worth=weights * self.ways.step_s(without, step_s) / self.ways.step_s(chosen, step_s)))
-            except ConfigError:  # the knob only works with another one
-                continue
-        return tuple(sorted(found, key=lambda knob: -knob.worth))
-
-    def _with_headline_draws(self, experiment: Experiment, trial_s: candidates.Times, chosen: DistributedStrategy) -> candidates.Times:
-        """Return the times with the answer's draws of the own strategy, the recommended one, and the trials' best.
+    def _assumed(self, experiment: Experiment, best: Sequence[DistributedStrategy], chosen: DistributedStrategy) -> candidates.Times:
+        """Return the times of the own strategy, the recommended one, and the fastest of short trials of the ``best``.
 
         The last is left out if it is not faster than the recommended one by more than ``TIE``.
         """
-        best = min(sharded.fitting(self.experiment, trial_s), key=lambda strategy: trial_s[strategy])
-        asked = [self.experiment.strategy, chosen, *([best] if trial_s[chosen] / trial_s[best] > 1 + candidates.TIE else [])]
-        measure = self._over_seeds(experiment)
-        return {strategy: statistics.fmean(measure(strategy)) for strategy in dict.fromkeys(asked)}
+        trial = candidates.step_time(candidates.seeded(experiment, trial=True)[0])
+        trial_s = {strategy: trial(strategy) * self.ways.weight(strategy) for strategy in best}
+        fastest = min(sharded.fitting(self.experiment, trial_s), key=lambda strategy: trial_s[strategy])
+        again, asked = self._over_seeds(experiment), [self.experiment.strategy, chosen]
+        asked += [fastest] if trial_s[chosen] / trial_s[fastest] > 1 + candidates.TIE else []
+        return {strategy: statistics.fmean(again(strategy)) for strategy in dict.fromkeys(asked)}
 
     def _case(self, name: str, step_s: candidates.Times, chosen: DistributedStrategy) -> Case:
         best = min(sharded.fitting(self.experiment, step_s), key=lambda strategy: step_s[strategy])
@@ -418,10 +380,6 @@ class _Answering:
             notes.append("the interval reaches below 1: whether the strategy gains anything, only a measurement says")
         if k > 1 and not self.ways.updates:
             notes.append(f"what {k} local steps cost in loss is not simulated: train to the target before relying on them")
-        if chosen.localsgd and self.experiment.strategy.local_steps < k == max(self.experiment.tune.local_steps):
-            notes.append(f"K = {k} is the largest of tune.local_steps: whether a larger one is better, only a larger list says")
-        if sharded.fits(self.experiment.replace(strategy=chosen)) is False:
-            notes.append(f"a trainer needs more memory than {self.experiment.cluster.gpu} has")
         tune, trainers = self.experiment.tune, self.experiment.cluster.trainers
         samples, price = tune.samples or candidates.PER_SAMPLES, tune.price_per_trainer_hour
         hours, hourly = samples / samples_per_s / 3600, trainers * (price or 0.0)
@@ -429,12 +387,6 @@ class _Answering:
         if costs or tune.samples is not None:
             notes.append(f"{samples:g} samples take {hours_or_days(hours)}{costs}")
         return [*(Remark(text=text) for text in notes), *candidates.caveats(self.experiment)]
-
-
-def _mean_parts(shared: Sequence[tuple[Experiment, float]], known: dict[str, RunResult]) -> dict[str, float]:
-    """Return the parts of a step in seconds, as means over kinds of rounds weighted by their shares."""
-    found = [(parts_of(candidates.simulated(experiment, known)), share) for experiment, share in shared]
-    return {name: sum(share * parts[name] for parts, share in found) for name in found[0][0]}
 
 
 def _with_updates(spread: Spread, gain: float, updates: Updates | None) -> tuple[Spread, tuple[float, ...]]:

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -21,7 +20,7 @@ from fleetbench.plan.combination import OUTSIDE as BESIDE
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.rounds import levels
 from fleetbench.profile import name_profile, profile_of
-from fleetbench.result import RunResult, step_s_of
+from fleetbench.result import step_s_of
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 from sim.many.objective import StepTime
@@ -35,7 +34,7 @@ from tuner.search import shortened as of_collectives
 from tuner.served import search_modes
 from tuner.served import shortened as of_servers
 from tuner.simulated import sharded
-from tuner.space import parameters_of, search_space, way_of
+from tuner.space import learns_as, search_space, way_of
 from tuner.ways import Ways, price_ways
 
 PER_SAMPLES = 10**6
@@ -72,11 +71,6 @@ class Ranking:
         best = [strategy for strategy in self.step_s if strategy in leaders.values()] if self.ways.updates else []
         return list(dict.fromkeys([*best[:count], *self.step_s]))
 
-    def telling(self, count: int) -> list[DistributedStrategy]:
-        """Return the best ``count`` strategies, and the best strategy with each value of each parameter."""
-        leaders = {value: strategy for strategy in reversed(self.step_s) for value in _values(strategy)}
-        return list(dict.fromkeys([*islice(self.step_s, count), *leaders.values()]))
-
 
 def ranked(
     experiment: Experiment,
@@ -85,16 +79,15 @@ def ranked(
     progress: Progress | None = None,
     learn: Learn | None = None,
     learning: Progress | None = None,
-    known: dict[str, RunResult] | None = None,
     on: Where = "local",
 ) -> Ranking:
     """Simulate and rank all distinct candidates, or as many as ``tune.trials`` allows, chosen by Optuna.
 
-    ``learn`` is described in ``tuner.ways``; ``learning`` is its progress callback. ``known`` holds results with
-    servers, and is described in ``simulated``. ``on``: see ``tuner.search``. Raises ``ConfigError`` as ``simulate`` does.
+    ``learn`` is described in ``tuner.ways``; ``learning`` is its progress callback. ``on``: see ``tuner.search``.
+    Raises ``ConfigError`` as ``simulate`` does.
     """
     tell = progress or (lambda *_: None)
-    measure, own = step_time(shortened(experiment), known), experiment.strategy
+    measure, own = step_time(shortened(experiment)), experiment.strategy
     if own.mode == "ps":
         found = search_modes(experiment, measure, tell)
     else:
@@ -103,25 +96,17 @@ def ranked(
     seed = seeds_of(experiment).stop  # none of an answer's seeds, which test what this one chooses
     ways = Ways() if experiment.run.launcher == "command" else price_ways(experiment, found, measure, learn, out, learning, seed=seed)
     tried: tuple[Tried, ...] = (*first.values(), *ways.others)
-    is_wire_free = "wire16" in experiment.tune.allow
-
-    def is_kept(one: DistributedStrategy) -> bool:
-        """Whether it may be recommended. If no way arrives, nothing prices another way, or rounding."""
-        has_own_wire = parameters_of(one)["wire"] == parameters_of(own)["wire"]
-        return not ways.in_vain or (way_of(one) == way_of(own) and (is_wire_free or has_own_wire))
-
-    if ways.in_vain:
-        tried = tuple(one for one in tried if is_kept(one.strategy))
-        what = "no other way of training" + ("" if is_wire_free else ", and no other wire,")
-        kept = left_out(what, "is recommended", "raise workload.steps or the target, or tune.search_seconds")
-        ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], kept))
-    step_s = {one.strategy: one.simulated_s for one in tried}
-    prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
     shards, told = sharded.candidates(experiment)
     shards += [one for one in sharded.recomputed(experiment) if sharded.is_timed(experiment.replace(strategy=one))]
-    shards = [one for one in shards if ways.arrives(one) and is_kept(one)]
+    if ways.in_vain:  # nothing prices another way, or rounding
+        tried = tuple(one for one in tried if learns_as(one.strategy) == learns_as(own))
+        shards = [one for one in shards if learns_as(one) == learns_as(own)]
+        what, raised = "no other way of training, and no other wire,", "raise workload.steps or the target, or tune.search_seconds"
+        ways = dataclasses.replace(ways, notes=(*ways.notes[:-1], left_out(what, "is recommended", raised)))
+    step_s = {one.strategy: one.simulated_s for one in tried}
+    prices = {one.strategy: price for one in tried if (price := ways.seconds(one)) is not None}
     notes = [*found.notes, *told]
-    for strategy in shards:
+    for strategy in filter(ways.arrives, shards):
         step_s[strategy] = measure(strategy)
         prices[strategy] = ways.weight(strategy) * step_s[strategy]
     num_trials = len(found.different) + len(ways.others) + len(shards)
@@ -148,26 +133,23 @@ def ordered(step_s: Times) -> Times:
     return dict(sorted(step_s.items(), key=lambda item: (item[1], len(flat(item[0].changes())))))
 
 
-def step_time(experiment: Window, known: dict[str, RunResult] | None = None) -> StepS:
-    """Return a function that times a strategy: seconds per step of the whole training, with shared draws.
-
-    ``known``: see ``simulated``.
-    """
-    return _step_times([experiment], {} if known is None else known)[0]
+def step_time(experiment: Window) -> StepS:
+    """Return a function that times a strategy: seconds per step of the whole training, with shared draws."""
+    return _step_times([experiment])[0]
 
 
-def _step_times(seeded: Sequence[Window], known: dict[str, RunResult]) -> list[StepS]:
+def _step_times(seeded: Sequence[Window]) -> list[StepS]:
     """Return ``step_time`` of windows that differ only in their seeds, simulated together without servers."""
     first, seeds = seeded[0], [one.run.seed for one in seeded]
     if first.strategy.mode == "ps":
-        return [partial(_served_step_s, one, known) for one in seeded]
+        return [partial(_served_step_s, one) for one in seeded]
     whole = dataclasses.replace(first.workload, steps=first.of_steps)
     step_s, of_whole = (StepTime(one, seeds=seeds) for one in (first, first.replace(workload=whole)))
     return [partial(mean_step_s, partial(step_s.of_run, run), partial(of_whole.of_run, run), one) for run, one in enumerate(seeded)]
 
 
-def _served_step_s(window: Window, known: dict[str, RunResult], strategy: DistributedStrategy) -> float:
-    return step_s_of(simulated(window.replace(strategy=strategy.replace(lr_scale=1.0)), known))
+def _served_step_s(window: Window, strategy: DistributedStrategy) -> float:
+    return step_s_of(simulate(window.replace(strategy=strategy), timeline=False))
 
 
 def mean_step_s(step_s: StepS, whole: StepS, window: Window, strategy: DistributedStrategy) -> float:
@@ -191,35 +173,20 @@ def _timed_in(step_s: StepS, window: Window, strategy: DistributedStrategy) -> f
     return step_s(strategy)
 
 
-def simulated(experiment: Experiment, known: dict[str, RunResult]) -> RunResult:
-    """Return the result of ``simulate``.
-
-    Results with servers are kept in ``known``, by the experiment's digest, and not simulated again.
-    """
-    if experiment.strategy.mode != "ps":
-        return simulate(experiment, timeline=False, table=True)
-    if (key := experiment.digest()) not in known:
-        known[key] = simulate(experiment, timeline=False)
-    return known[key]
-
-
-def seeded(experiment: Experiment) -> list[Window]:
+def seeded(experiment: Experiment, *, trial: bool = False) -> list[Window]:
     """Return the experiment with each seed of an answer, or with one if nothing is random.
 
-    The ranking has used none of these seeds.
+    The ranking has used none of these seeds. ``trial``: whether with as few steps as in a trial.
     """
-    number, steps = (SERVED_SEEDS, None) if experiment.strategy.mode == "ps" else (SEEDS, FINAL_STEPS)
+    number, steps = (SERVED_SEEDS, None) if experiment.strategy.mode == "ps" else (SEEDS, None if trial else FINAL_STEPS)
     length, first = shortened(experiment, steps), experiment.run.seed + 1
     seeds = range(first, first + (number if experiment.cluster.stragglers else 1))
     return [length.replace(run=dataclasses.replace(length.run, seed=seed)) for seed in seeds]
 
 
-def over_seeds(experiment: Experiment, known: dict[str, RunResult] | None = None) -> list[StepS]:
-    """Return ``step_time`` for each of ``seeded``, so that equal clusters have equal times.
-
-    ``known``: see ``simulated``.
-    """
-    return _step_times(seeded(experiment), {} if known is None else known)
+def over_seeds(experiment: Experiment) -> list[StepS]:
+    """Return ``step_time`` for each of ``seeded``, so that equal clusters have equal times."""
+    return _step_times(seeded(experiment))
 
 
 def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) -> list[DistributedStrategy]:
@@ -227,26 +194,19 @@ def finalists(own: DistributedStrategy, ranking: Iterable[DistributedStrategy]) 
     return list(dict.fromkeys([own, *islice(ranking, SERVED_FINALISTS if own.mode == "ps" else FINALISTS)]))
 
 
-def choose(experiment: Experiment, step_s: Times, risk: Callable[[DistributedStrategy], float] = lambda _: 0.0) -> DistributedStrategy:
-    """Return the strategy with the least risk among those that fit and are within ``TIE`` of the fastest.
+def choose(experiment: Experiment, step_s: Times) -> DistributedStrategy:
+    """Return the strategy with the fewest changes among those that fit and are within ``TIE`` of the fastest.
 
-    Of equal risks, the fewest changes decide. Return the experiment's own strategy if it fits and the other
-    gains no more than ``tune.min_gain``.
+    Return the experiment's own strategy if it fits and the other gains no more than ``tune.min_gain``.
     """
     own, times = experiment.strategy, {one: step_s[one] for one in sharded.fitting(experiment, step_s)}
     least = min(times.values())
     tied = [strategy for strategy in times if times[strategy] <= least * (1 + TIE)]
-    chosen = min(tied, key=lambda strategy: (risk(strategy), len(flat(strategy.changes()))))
+    chosen = min(tied, key=lambda strategy: len(flat(strategy.changes())))
     return chosen if own not in times or times[own] / times[chosen] > 1 + experiment.tune.min_gain else own
 
 
-def _values(strategy: DistributedStrategy) -> list[tuple[str, object]]:
-    """Return the names and values of everything in which candidates can differ."""
-    return [*parameters_of(strategy).items(), ("way", way_of(strategy)), ("mode", (strategy.a_sync, strategy.a_sync_configs.k_steps > 0))]
-
-
 OUTSIDE = "outside of this answer: tensor, pipeline, context and expert parallelism"
-GATHERED = 'parameters are gathered in their own type. HINT: param_dtype = "bfloat16" halves them, and what passes between blocks'
 
 
 def with_compute(experiment: Experiment, out: Path) -> Experiment:
@@ -283,35 +243,6 @@ def _with_recomputed(experiment: Experiment, estimated: Callable[[DistributedStr
     return name_profile(experiment, dataclasses.replace(first, tables=(*first.tables, *second.tables)), both)
 
 
-def ways_of_embeddings(experiment: Experiment, chosen: DistributedStrategy) -> list[Note]:
-    """Return a note with the seconds per step of each exchange of declared embeddings.
-
-    Exchanges are gathered rows, dense gradients, and servers if there are any.
-    """
-    workload, cluster = experiment.workload, experiment.cluster
-    if not any(spec.rows for spec in workload.layers):
-        return []
-    layers = [
-        dataclasses.replace(spec, rows=0, width=1, touched=0, params=spec.rows * spec.width) if spec.rows else spec
-        for spec in workload.layers
-    ]
-    alone = experiment.replace(strategy=chosen)
-    asked, more = {}, '; strategy.mode = "ps" with cluster.servers compares servers'
-    if chosen.mode == "ps":
-        without = dataclasses.replace(cluster, servers=0, server_placement=type(cluster)().server_placement)
-        asked, more = {f"the recommended mode of {cluster.servers} servers": alone}, ""
-        alone = experiment.replace(strategy=DistributedStrategy(), cluster=without)
-    dense = dataclasses.replace(workload, layers=tuple(layers))
-    asked |= {"all gather rows": alone, "all-reduces of dense gradients (sparse=False)": alone.replace(workload=dense)}
-    found = []
-    for name, one in asked.items():
-        try:
-            found.append(f"{name} {units.seconds(step_time(shortened(one))(one.strategy))}")
-        except ConfigError:  # such as a field that excludes sparse gradients
-            continue
-    return [Remark(text=f"a step by exchange of the embeddings: {', '.join(found)}; a dense update of all rows is not counted{more}")]
-
-
 def says(experiment: Experiment) -> str:
     """Describe the source of an experiment's known layer times, and the delays that are added to them."""
     profile = profile_of(experiment)
@@ -321,7 +252,4 @@ def says(experiment: Experiment) -> str:
 def caveats(experiment: Experiment) -> list[Note]:
     """Return the notes that every answer has, and those of an estimated profile."""
     profile = profile_of(experiment)
-    own = experiment.strategy
-    may_halve = own.amp and own.amp_configs.dtype == "bf16" and own.sharding_configs.param_dtype == "own" and experiment.tune.sharding
-    outside = [OUTSIDE, *([GATHERED] if may_halve and experiment.cluster.trainers > 1 else [])]
-    return [Remark(text=text) for text in (*outside, *(profile.notes if profile is not None and profile.estimated is not None else ()))]
+    return [Remark(text=text) for text in (OUTSIDE, *(profile.notes if profile is not None and profile.estimated is not None else ()))]

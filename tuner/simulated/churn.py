@@ -70,14 +70,6 @@ class Choice(Config):
         taken_in = ", nodes taken in at restarts only" if one.policy == "synchronous" and one.rejoin == "restart" else ""
         return f"{one.policy} training, K = {self.strategy.local_steps}, a checkpoint every {one.every}{by}{taken_in}"
 
-    @property
-    def stands_still(self) -> str | None:
-        """In how many seeds it makes no progress, in words; None if in none."""
-        seeds = self.goodput.by_seed
-        if 0 not in seeds:
-            return None
-        return f" in {seeds.count(0)} of {len(seeds)} seeds" if len(seeds) > 1 else ""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderChurn(Config):
@@ -107,8 +99,8 @@ class UnderChurn(Config):
         best, answer = self.choices[0], f"SIMULATED, under cluster.churn: {self.choices[0].words}"
         if (rival := self.rivals.get("Daly")) is None or rival is best:
             return answer
-        if idle := [f"{one.words} makes no progress{where}" for one in (best, rival) if (where := one.stands_still) is not None]:
-            return f"{answer}; {', and '.join(idle)}"
+        if 0 in (*best.goodput.by_seed, *rival.goodput.by_seed):  # no ratio
+            return answer
         pairs = zip(best.goodput.by_seed, rival.goodput.by_seed, strict=True)
         found = Interval.of([math.log(one / other) for one, other in pairs], CONFIDENCE)
         of_samples = rival.samples_to_target / best.samples_to_target
@@ -142,17 +134,8 @@ def under_churn(experiment: Experiment, strategies: Mapping[int, DistributedStra
     if not found:
         raise ConfigError("no strategy can be simulated", "cluster.churn", "; ".join(map(str, notes)), "leave cluster.churn out")
     ranked = sorted(found, key=lambda one: -one.rate)
-    notes.append(Remark(text=BATCH if is_known else f"{EQUAL}{_break_even(ranked)}"))
+    notes.append(Remark(text=BATCH if is_known else EQUAL))
     return UnderChurn(choices=tuple(ranked), is_to_target=is_known, told=tuple(map(str, notes)))
-
-
-def _break_even(ranked: list[Choice]) -> str:
-    """Return how many more samples the best choice may need than the smallest K, as the end of a sentence."""
-    best, least = ranked[0], min(one.strategy.local_steps for one in ranked)
-    rival = next(one for one in ranked if one.strategy.local_steps == least)
-    if best.strategy.local_steps == least or not rival.rate:
-        return ""
-    return f"; K = {best.strategy.local_steps} pays if it needs less than {best.rate / rival.rate:.2f} times the samples of K = {least}"
 
 
 def by_local_steps(experiment: Experiment, best: Iterable[DistributedStrategy], *, others: bool) -> dict[int, DistributedStrategy]:

@@ -1,9 +1,7 @@
 """Sizes: the best strategy for each value of a key, such as the number of nodes: speed, time, cost and efficiency.
 
-The smallest size, the largest and each doubling between them get a whole search. At other sizes, the best
-strategies of the two searched neighbours compete with the experiment's own. The best are then simulated again
-as for a single cluster (``over_seeds``), so that both answers have the same step time. Assumptions are not
-varied here, so they do not decide between strategies within 0.2 %.
+Each size gets a whole search. The best are then simulated again as for a single cluster (``over_seeds``), so that both
+answers have the same step time.
 
 The samples to the target are known for some global batches, from the experiment's reference points or else
 from virtual trainers. The law of ``samples_to_target`` predicts them for the others, and shows where the time
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleetbench.config import Config
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, ReferencePoint
 from fleetbench.profile import profile_of
 from fleetbench.strategy import DistributedStrategy
@@ -34,8 +31,6 @@ from tuner.simulated.uncertainty import spread_of, ways_outside
 from tuner.space import way_of
 from tuner.ways import RATES, is_trainable
 
-CARRIED = 5
-"""Number of the best strategies that are taken from each searched neighbour."""
 SECONDS_PER_DAY = 86_400
 SEED_SPREAD = 0.16
 """Standard deviation between seeds of small models' samples to a target, as a share. It is assumed because
@@ -48,8 +43,6 @@ class Size(Config):
 
     value: str
     trainers: int
-    searched: bool
-    """Whether the whole space was searched at this value; else only the best strategies of its neighbours."""
     strategy: DistributedStrategy
     """Recommended strategy: the experiment's own, unless another is faster by more than ``tune.min_gain``."""
     step_s: float
@@ -128,34 +121,22 @@ def tune_sizes(
         with naming(f"the point {' '.join(setting)}"):
             experiments.append(load(setting))
     experiments = [candidates.with_compute(experiment, out) for experiment in experiments]
-    width, anchors = len(first_axis.values), list[int]()
-    for begin in range(0, len(points), width):
-        anchors += [begin + own for own in _anchors([one.cluster.trainers for one in experiments[begin : begin + width]])]
     law = _Law.of(experiments, out, learn)
-    best: dict[int, candidates.Times] = {}
-    times: dict[int, candidates.Times] = {}
     noted: dict[Note, list[str]] = {}
-    order = [*anchors, *(index for index in range(len(experiments)) if index not in anchors)]
-    with started(on):
-        for done, index in enumerate(order):
-            tell(done, len(order))
-            with naming(f"the point {' '.join(settings[index])}"):
-                if index in anchors:
-                    ranking = candidates.ranked(experiments[index], out=out, on=on)
-                    best[index] = law.comparable(experiments[index], ranking.step_s)
-                    for note in ranking.notes:
-                        noted.setdefault(note, []).append(", ".join(points[index]))
-                else:
-                    below, above = max(anchor for anchor in anchors if anchor < index), min(anchor for anchor in anchors if anchor > index)
-                    best[index] = _carried(experiments[index], [best[below], best[above]])
-                times[index] = _of_best(experiments[index], best[index])
-    tell(len(order), len(order))
-    first = experiments[0]
     sizes: list[Size] = []
-    for index, (point, experiment) in enumerate(zip(points, experiments, strict=True)):
-        sizes.append(_size(", ".join(point), experiment, times[index], index in anchors, sizes[0] if sizes else None, law))
+    with started(on):
+        for index, (point, experiment) in enumerate(zip(points, experiments, strict=True)):
+            tell(index, len(points))
+            with naming(f"the point {' '.join(settings[index])}"):
+                ranking = candidates.ranked(experiment, out=out, on=on)
+                for note in ranking.notes:
+                    noted.setdefault(note, []).append(", ".join(point))
+                times = _of_best(experiment, law.comparable(experiment, ranking.step_s))
+                sizes.append(_size(", ".join(point), experiment, times, sizes[0] if sizes else None, law))
+    tell(len(points), len(points))
+    first = experiments[0]
     key = ", ".join(keys)
-    notes = [str(note) if len(of) == len(anchors) else f"at {key} = {'; '.join(of)}: {note}" for note, of in noted.items()]
+    notes = [str(note) if len(of) == len(points) else f"at {key} = {'; '.join(of)}: {note}" for note, of in noted.items()]
     notes += [*map(str, candidates.caveats(first)), law.note]
     if first.workload.target_loss is not None and not law.points:
         notes.append("what local steps cost in loss is not simulated in a sweep; ask for one size without --sweep")
@@ -170,37 +151,11 @@ def tune_sizes(
     )
 
 
-def _anchors(trainers: Sequence[int]) -> list[int]:
-    """Return the indices of the sizes with a whole search.
-
-    They are the first, the last, and each that is at least twice as large as the previous one.
-    """
-    found = [0]
-    for index in range(1, len(trainers)):
-        if trainers[index] >= 2 * trainers[found[-1]] or index == len(trainers) - 1:
-            found.append(index)
-    return found if len(set(trainers)) > 1 else list(range(len(trainers)))
-
-
-def _carried(experiment: Experiment, neighbours: Sequence[candidates.Times]) -> candidates.Times:
-    """Return the seconds per step of the neighbours' best strategies, fastest first."""
-    measure, found = candidates.step_time(candidates.shortened(experiment)), {}
-    for strategy in dict.fromkeys([experiment.strategy, *(strategy for near in neighbours for strategy in list(near)[:CARRIED])]):
-        try:
-            found[strategy] = measure(strategy)
-        except ConfigError:  # such as a hierarchy that this size cannot have
-            if strategy == experiment.strategy:
-                raise
-    fitting = {experiment.strategy, *sharded.fitting(experiment, found)}
-    return candidates.ordered({one: step_s for one, step_s in found.items() if one in fitting})
-
-
 def _of_best(experiment: Experiment, ranking: candidates.Times) -> candidates.Times:
     """Simulate the best strategies again, as for this size alone; only the own one if no trial gains enough."""
     own, measures = experiment.strategy, candidates.over_seeds(experiment)
     gains = ranking[own] / next(iter(ranking.values())) - 1 > experiment.tune.min_gain - candidates.TIE
-    fits = own in sharded.fitting(experiment, ranking)
-    asked = candidates.finalists(own, ranking) if gains or not fits else [own]
+    asked = candidates.finalists(own, ranking) if gains or own not in sharded.fitting(experiment, ranking) else [own]
     return {strategy: statistics.fmean(measure(strategy) for measure in measures) for strategy in asked}
 
 
@@ -272,16 +227,16 @@ def _trained(experiments: Sequence[Experiment], out: Path, learn: Learn) -> tupl
         experiment, left_s = by_batch[batch], (end - time.process_time()) / max(1, 2 - number)
         if left_s <= 0 or not is_trainable(experiment):
             continue
-        with trainings(experiment, out, learn, {}, left_s, "sizes") as trained:
+        with trainings(experiment, out, learn, left_s, "sizes") as trained:
             trained.climb(experiment.strategy, experiment.tune.lr_scale or RATES)
-        steps = [arrival.steps for arrival in trained.arrivals.values() if arrival is not None]
+        steps = [one for one in trained.arrivals.values() if one is not None]
         if steps:
             samples = min(steps) * experiment.cluster.trainers * experiment.workload.batch_size
             found[batch] = ReferencePoint(batch_size=batch, samples=samples, sd=SEED_SPREAD * samples)
     return tuple(found.values())
 
 
-def _size(value: str, experiment: Experiment, times: candidates.Times, searched: bool, first: Size | None, law: _Law) -> Size:
+def _size(value: str, experiment: Experiment, times: candidates.Times, first: Size | None, law: _Law) -> Size:
     tune, trainers = experiment.tune, experiment.cluster.trainers
     strategy = candidates.choose(experiment, times)
     step_s = times[strategy]
@@ -300,7 +255,6 @@ def _size(value: str, experiment: Experiment, times: candidates.Times, searched:
     return Size(
         value=value,
         trainers=trainers,
-        searched=searched,
         strategy=strategy,
         step_s=step_s,
         default_s=times[experiment.strategy],
