@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -37,19 +36,19 @@ from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
-from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook, weakly
 from real.engine.carried import Carried
 from real.engine.executor import Executor
-from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
-from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
+from real.engine.gradients import is_cleared, tensors_of, versions
+from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges
 from real.engine.phase import Phase
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     one_number,
     refuse_again,
+    refuse_foreign,
     refuse_frozen,
     refuse_graph_of_gradients,
     refuse_in_step,
@@ -58,6 +57,7 @@ from real.engine.refusals import (
     refuse_model,
     refuse_moved,
     refuse_optimizer,
+    refuse_replaced,
     refuse_sparse,
     refuse_unfinished,
     refuse_unfrozen,
@@ -139,7 +139,7 @@ class Engine:
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
         ends = self._or_fails(self._update_ends)
-        asked = (lambda: self.executor, lambda: self._phase, self._rests)
+        asked = (lambda: self.executor, lambda: self._phase, self._rests, self._known)
         self._updates = Updates(model, self._parameters, self.stopwatch, *asked, ends)
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
@@ -153,17 +153,12 @@ class Engine:
         )
         refuse_sparse(self._planning.sparse, self.executor.combination)
         communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num, beside=strategy.worker_trainers > 1)
-        self._outside: OutsideChanges | None = None
-        if self.executor.parts:
-            host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
-            self._outside = OutsideChanges(self._parameters, reads=host)
-        self._owners = owners_of(model)
+        self._outside = OutsideChanges(self._parameters) if self.executor.steps_outside else None
         self.meeting: Meeting | None = None
         """Meeting of all ranks, whose errors name the ranks that are missing; None outside of ``fleet``."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
-            register_module_module_registration_hook(weakly(self._refuse_wrapper)),
             *self._updates.hear_others(),
         ]
         for handle in self._handles[2:]:  # in torch's global lists, which outlive the model
@@ -213,6 +208,7 @@ class Engine:
         """
         refuse_wrappers(self.model)
         refuse_optimizer(optimizer, self.executor.combination)
+        refuse_foreign(optimizer, self._known())
         if self.optimizers:
             self._between("fleet.distributed_optimizer")
         self.take_over()
@@ -227,11 +223,10 @@ class Engine:
                 self._stay(self._decider.state)
             self.note_parameters()
 
-    def take_over(self, *, looks: bool = True) -> None:
+    def take_over(self) -> None:
         """Continue from parameters that the script changed since the last step; see ``OutsideChanges.take_over``."""
-        self._owners = refuse_replaced(self._owners, self._parameters, self.model)
         if self._outside is not None:
-            self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed, looks=looks)
+            self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed)
 
     def _agree(self, lines: Sequence[str]) -> None:
         """Raise ``ConfigError`` on every rank unless all ranks describe the same change by ``lines``."""
@@ -278,10 +273,10 @@ class Engine:
 
     def progress(self, where: str) -> Progress:
         """Return progress for ``resume``. Raises ``ConfigError`` in a step with gradients or for renamed parameters."""
-        begun = self._between(where)
-        refuse_renamed(self._parameters, self.model, where)
+        self._between(where)
+        refuse_replaced(self._parameters, self.model, where)
         return Progress(
-            state=self._before[0] if begun else self._decider.state,
+            state=self._decider.state,
             order=dict(self._planning.order),
             settled=self._initial is not None,
             cost=self._planning.setting.cost,
@@ -351,7 +346,7 @@ class Engine:
         self._executor = None  # frees its buffers before new ones are made
         carried = carried or Carried()
         others = (self.communicators, self.stopwatch, carried, self.optimizers, self._planning.buffers)
-        self._executor = Executor(self.model, self._parameters, strategy, *others, known=self._known)
+        self._executor = Executor(self.model, self._parameters, strategy, *others)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
@@ -392,7 +387,7 @@ class Engine:
         if self._reducer is not None and self.executor.combination.merges:  # the Reducer checks only the last backward before an update
             refuse_frozen(self._parameters)
         refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
-        self.take_over(looks=self._decider.state.step is None)
+        self.take_over()
         self._phase = Phase.FORWARD
         self.step += 1
         self._next_bucket = 0
@@ -402,6 +397,7 @@ class Engine:
         self._before = self._decider.mark()
         if self.num_updates.bit_count() <= 1:  # after 0, 1, 2, 4, 8, ... updates
             refuse_wrappers(self.model)
+            refuse_replaced(self._parameters, self.model)
         self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -442,12 +438,10 @@ class Engine:
             self._begin_step()
         if self._keeps:
             if self._phase == Phase.UPDATE:
-                self._begin_again(dropped=False)
+                self._begin_again()
             self._phase, self._holds = Phase.KEPT, True
             return
         self._behind, self._phase = self._phase, Phase.BACKWARD
-        is_alone = self.executor.combination.is_local and not self._is_passed
-        self._dropped = self._behind == Phase.UPDATE and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
         self._comes = False
@@ -467,13 +461,13 @@ class Engine:
         self._comes = True
         if self._behind == Phase.UPDATE:
             self._behind = Phase.FORWARD
-            self._begin_again(dropped=self._dropped)
+            self._begin_again()
 
-    def _begin_again(self, *, dropped: bool) -> None:
+    def _begin_again(self) -> None:
         """Rewind the step for another backward before the update, which exchanges what is in ``.grad`` again."""
         self._updates.refuse_partial()
         is_attached = bool(self.optimizers) or self._is_passed
-        refuse_again(self.executor.combination, is_attached=is_attached, dropped=dropped)
+        refuse_again(self.executor.combination, is_attached=is_attached)
         self._decider.rewind(self._before)
         self._next_bucket = 0
         self.executor.begin_again(started(self._tell(StepBegin(self.step))))
@@ -497,10 +491,6 @@ class Engine:
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
         self._next_bucket += 1
-        if self.executor.is_plain:
-            self.executor.start_plain(bucket)
-            self.stopwatch.started(bucket, begin)
-            return
         if self.executor.looks_for_unused:
             self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
@@ -509,11 +499,9 @@ class Engine:
             self.stopwatch.started(bucket, begin)
 
     def _start_last(self) -> None:
-        """Start the buckets that the Reducer has not; report plain ones to the strategy while they are in flight."""
+        """Start the buckets that the Reducer has not."""
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
-        if self.executor.is_plain:
-            self.executor.note_plain([started(self._tell(BucketReady(bucket.id))) for bucket in self.plan.buckets])
 
     def _backward_ends(self) -> None:
         if not self._comes:
@@ -536,9 +524,6 @@ class Engine:
         """Whether this optimizer's step does not concern this model."""
         return False
 
-    def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
-        refuse_wrapper_around(self._members, wrapper, module)
-
     def _update_ends(self) -> None:
         self.executor.finish_update()
         self.stopwatch.update_ends()
@@ -549,39 +534,39 @@ class Engine:
         if self._initial is None and not state.merged and state.flight is None:  # sums and distances that wait lie in this plan's buckets
             self._planning.settle()
             self._stay(state)
-        self._updates.over()
+        self._updates.begin()
 
     def _is_in_vain(self, *, may_wait: bool = False) -> bool:
-        """Whether the current step can be discarded: no gradients were exchanged, or they were dropped.
+        """Whether the current step may begin again: no gradients were exchanged, or their averages wait in ``.grad``.
 
         ``may_wait``: ignore gradients that backwards inside ``no_sync`` have left in ``.grad``.
         """
         if self._phase == Phase.UPDATE:
-            return is_dropped(self.executor.combination, self._members)
+            return self.executor.combination.leaves_averages or self._is_passed
         holds = self._holds and not may_wait
         return self._phase in (Phase.FORWARD, Phase.KEPT) and not (holds and not is_cleared(self._members))
 
-    def _between(self, where: str, *, may_wait: bool = False) -> bool:
-        """End an open update; return whether a discardable step has begun. Raises ``ConfigError`` in any other step."""
+    def _between(self, where: str, *, may_wait: bool = False) -> None:
+        """End an open update, and take back a step that may begin again. Raises ``ConfigError`` in any other step."""
         self._updates.end_open()
-        if not (begun := self._is_in_vain(may_wait=may_wait)):
-            refuse_in_step(self._phase, where)
-        return begun
+        if self._is_in_vain(may_wait=may_wait):
+            self._take_back()
+        refuse_in_step(self._phase, where)
+
+    def _take_back(self) -> None:
+        """Count the current step as not begun; gradients stay where they are."""
+        self._decider.rewind(self._before)
+        self.executor.begin_again()
+        self.step, self._phase, self._is_passed = self.step - 1, Phase.IDLE, False
 
     def _run_between(self, event: Event, where: str) -> None:
         """Report an event between steps, and run the strategy's operations; gradients waiting in ``.grad`` stay."""
-        begun = self._between(where, may_wait=not self.executor.combination.merges)
-        if begun:
-            self._decider.rewind(self._before)
+        self._between(where, may_wait=not self.executor.combination.merges)
         self.take_over()
         state = self._decider.state
-        has_moved = self.executor.run_between(self._tell(event))
+        self._num_moves += self.executor.run_between(self._tell(event))
         self._note_round(state)
         self.note_parameters()
-        if begun:
-            self._num_moves += has_moved
-            self._before = self._decider.mark()
-            self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 
     def _tell(self, event: Event) -> Requests:
         return tell(self._decider, event, time.monotonic_ns)

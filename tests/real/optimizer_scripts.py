@@ -138,7 +138,7 @@ def repeated(way: Way, *, cleared: bool) -> nn.Module:
     optimizers = [way.give(one) for one in halves(network)]
     for step in range(1, 6):
         loss_of(way, model, step).backward()  # type: ignore[no-untyped-call]  # torch's
-        for one in (*optimizers, optimizers[0]):
+        for one in optimizers:
             one.step()
         if cleared:
             for one in optimizers:
@@ -318,17 +318,6 @@ def shared_by_two(way: Way) -> nn.Module:
     return network
 
 
-def given_in_a_step(way: Way) -> nn.Module:
-    """Fleet is given the second between the backward and the steps."""
-    network = layers()
-    model = way.wrap(network)
-    one, two = halves(network)
-    way.give(one)
-    loss_of(way, model, 1).backward()  # type: ignore[no-untyped-call]  # torch's
-    way.give(two)
-    return network
-
-
 class WrittenOut:
     """Local SGD (averages after updates 1, 1 + k, ...), its outer optimizer, or a gradient merge, by hand: all of a truth's updates."""
 
@@ -413,19 +402,9 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     **{f"one steps twice, {name}": (_TWICE, fields, _MISSING.format(said)) for name, (fields, said) in _FIELDS.items()},
     **{f"a closure, {name}": (closures, fields, _ARGUMENTS.format(said)) for name, (fields, said) in _FIELDS.items()},
     "a closure, fused": (closures, FUSED, _ARGUMENTS.format("build_strategy.fuse_all_optimizer_ops")),
-    "LBFGS, K = 3": (
-        partial(closures, kinds=(LBFGS,)),
-        LOCAL,
-        "optimizer: updates all parameters as one, from a closure, and localsgd",
-    ),
+    "steps without a backward": (partial(repeated, cleared=False), {}, r"optimizer.step\(\): no backward has come since the last step"),
     **{f"by hand, {name}": (by_hand, fields, _BY_HAND.format(said)) for name, (fields, said) in _FIELDS.items() if name != "by bucket"},
     "by hand, by bucket": (by_hand, BY_BUCKET, "fleet.distributed_optimizer: there is no optimizer yet"),
-    "held by two": (
-        shared_by_two,
-        {},
-        r"parameter 0.bias: is held by two optimizers that fleet was given \(got SGD and AdamW\)",
-    ),
-    "given in a step": (given_in_a_step, {}, "fleet.distributed_optimizer: comes in the middle of a step"),
     "the earlier one goes on, K = 3": (
         partial(anew, second=frozen_layer, also=True),
         LOCAL,
@@ -460,7 +439,7 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
         True,
     ),
     "SparseAdam and another": (looked, {}, True),
-    "SparseAdam and another, by bucket": (looked, BY_BUCKET, True),
+    "held by two": (shared_by_two, {}, True),
     "SparseAdam and another, K = 3": (looked, LOCAL, True),
     "one later": (partial(several, late=True), {}, True),
     "one later, K = 3": (partial(several, late=True), LOCAL, True),
@@ -474,7 +453,6 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "cleared by itself": (own_zero, {}, True),
     "cleared between": (cleared_between, {}, True),
     "cleared between, by bucket": (cleared_between, FUSED_BUCKETS, True),
-    "steps without a backward": (partial(repeated, cleared=False), {}, True),
     "steps on zeros": (partial(repeated, cleared=True), {}, True),
     "a GradScaler of two": (scaled, {}, True),
     "two backwards": (two_losses, {}, True),

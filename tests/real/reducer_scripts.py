@@ -411,7 +411,6 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "a DDP around, made before, K = 3": (partial(around, first=True), LOCAL, WRAPPED.format(DDP)),
     "a DDP around, made later": (partial(around, first=False), {}, WRAPPED.format(DDP)),
     "a DDP around a part": (partial(around, first=False, part=1), MERGE, WRAPPED.format(DDP)),
-    "a DataParallel around": (partial(around, first=False, wrapper=nn.DataParallel), {}, WRAPPED.format(DATA)),
     "a model sharded late": (partial(sharded_late, given=False), {}, WRAPPED.format("FSDPModule")),
     "a model sharded later": (partial(sharded_late, given=True), {}, r".*(got FSDPModule|was replaced after fleet\.distributed_model)"),
     "a wrapper of an optimizer": (partial(one_optimizer, wrapper=Scheduled), {}, UNHEARD.format("Scheduled")),
