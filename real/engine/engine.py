@@ -5,8 +5,8 @@ Reducer detects when a bucket is ready (``real.engine.reducer``); there is none 
 trainer. A forward begins a step (``Phase``). At the end of the backward the engine waits for the collectives, so that
 ``.grad`` holds averages when ``backward()`` returns. Another backward before the update repeats the exchange.
 
-The first update's plan takes the gradients in reverse registration order; hooks record the order in which they become
-ready. Rank 0's order is then broadcast, and all ranks keep the plan built from it.
+The first update's plan takes the gradients in reverse registration order; all later ones in the order of readiness that
+rank 0 has observed in it.
 """
 
 import dataclasses
@@ -22,10 +22,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.drive import Requests, started, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
@@ -41,27 +39,24 @@ from real.compute.living import living_hook, weakly
 from real.engine.carried import Carried
 from real.engine.executor import Executor
 from real.engine.gradients import is_cleared, tensors_of, versions
-from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges
+from real.engine.outside import OutsideChanges
 from real.engine.phase import Phase
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     one_number,
     refuse_again,
+    refuse_changed,
     refuse_foreign,
-    refuse_frozen,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_late,
     refuse_missing,
     refuse_model,
-    refuse_moved,
     refuse_optimizer,
     refuse_replaced,
     refuse_sparse,
     refuse_unfinished,
-    refuse_unfrozen,
-    refuse_wrapper_around,
     refuse_wrappers,
 )
 from real.engine.sparse import refuse_unknown_sparse
@@ -91,8 +86,6 @@ class Engine:
     """Phase of the engine when the current backward began."""
     _comes = False
     """Whether the current backward leaves gradients in ``.grad``, unlike ``torch.autograd.grad``."""
-    _keeps = False
-    """Whether backwards keep their gradients on this rank without an exchange, as inside ``no_sync``."""
     _is_passed = False
     """Whether the last backward also reached another model, which has been updated since; see ``FleetEngine``."""
 
@@ -119,8 +112,8 @@ class Engine:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._members = list(self._parameters.values())
         self._frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        self._was_like = self._members[0].dtype, self._members[0].device
         self._device = self._members[0].device
-        self._dtype = self._members[0].dtype
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
         self.step, self._record = first_step - 1, record
         self._initial: State | None = None
@@ -132,8 +125,9 @@ class Engine:
         self._hidden: RemovableHandle | None = None
         """Hook on a backward's first gradient, for a model whose outputs contain no tensors."""
         self._keeps, self._holds, self._was_synced, self._num_moves = False, False, False, 0
-        """``_holds``: whether a backward of this step has kept its gradients on this rank. ``_was_synced``: whether the
-        step's last forward ran outside ``no_sync``, so that the next one reads rank 0's buffers, as in DDP.
+        """``_keeps``: whether backwards keep their gradients on this rank, as inside ``no_sync``. ``_holds``: whether one of
+        this step has. ``_was_synced``: whether the step's last forward ran outside ``no_sync``, so that the next one reads
+        rank 0's buffers, as in DDP.
         ``_num_moves``: number of changes after which backwards of earlier forwards are refused."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
@@ -143,14 +137,8 @@ class Engine:
         self._updates = Updates(model, self._parameters, self.stopwatch, *asked, ends)
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
-        self._undo = apply_compute(
-            model,
-            strategy,
-            device=self._device,
-            group=communicators.beside if strategy.sync_batch_norm else None,
-            errors=communicators.errors,
-            scale=lambda: self.loss_scale,
-        )
+        beside, errors = communicators.beside if strategy.sync_batch_norm else None, communicators.errors
+        self._undo = apply_compute(model, strategy, device=self._device, group=beside, errors=errors, scale=lambda: self.loss_scale)
         refuse_sparse(self._planning.sparse, self.executor.combination)
         communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num, beside=strategy.worker_trainers > 1)
         self._outside = OutsideChanges(self._parameters) if self.executor.steps_outside else None
@@ -226,17 +214,7 @@ class Engine:
     def take_over(self) -> None:
         """Continue from parameters that the script changed since the last step; see ``OutsideChanges.take_over``."""
         if self._outside is not None:
-            self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed)
-
-    def _agree(self, lines: Sequence[str]) -> None:
-        """Raise ``ConfigError`` on every rank unless all ranks describe the same change by ``lines``."""
-        if self.communicators.workers is not None:
-            hint = "load weights before fleet.distributed_model: the first worker's become those of all"
-            raise ConfigError("elastic workers do not meet to change them alike", OUTSIDE, f"{len(lines)} parameters", hint)
-        if self.meeting is not None:
-            self.meeting.meet(OUTSIDE)
-        self.communicators.order_lanes()
-        agree_on(lines, OUTSIDE, self.communicators, ALIKE)
+            self._outside.take_over(self)
 
     def note_parameters(self) -> None:
         """Record the parameters, so that earlier writes do not count as outside changes; see ``OutsideChanges``."""
@@ -382,11 +360,9 @@ class Engine:
             self.executor.forward_goes_on()
 
     def _begin_step(self) -> None:
-        refuse_moved(self._members[0], self._dtype, self._device)
-        refuse_unfrozen(self._frozen)
-        if self._reducer is not None and self.executor.combination.merges:  # the Reducer checks only the last backward before an update
-            refuse_frozen(self._parameters)
-        refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
+        sums = self._reducer is not None and self.executor.combination.merges
+        rarely = self.num_updates.bit_count() <= 1  # after 0, 1, 2, 4, 8, ... updates
+        refuse_changed(self.model, self._parameters, self._frozen, self._was_like, sums=sums, all_of_it=rarely)
         self.take_over()
         self._phase = Phase.FORWARD
         self.step += 1
@@ -395,9 +371,6 @@ class Engine:
         self._holds = self._was_synced = False
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
-        if self.num_updates.bit_count() <= 1:  # after 0, 1, 2, 4, 8, ... updates
-            refuse_wrappers(self.model)
-            refuse_replaced(self._parameters, self.model)
         self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -536,20 +509,16 @@ class Engine:
             self._stay(state)
         self._updates.begin()
 
-    def _is_in_vain(self, *, may_wait: bool = False) -> bool:
-        """Whether the current step may begin again: no gradients were exchanged, or their averages wait in ``.grad``.
-
-        ``may_wait``: ignore gradients that backwards inside ``no_sync`` have left in ``.grad``.
-        """
-        if self._phase == Phase.UPDATE:
-            return self.executor.combination.leaves_averages or self._is_passed
-        holds = self._holds and not may_wait
-        return self._phase in (Phase.FORWARD, Phase.KEPT) and not (holds and not is_cleared(self._members))
-
     def _between(self, where: str, *, may_wait: bool = False) -> None:
-        """End an open update, and take back a step that may begin again. Raises ``ConfigError`` in any other step."""
+        """End an open update, and take back a step that may begin again. Raises ``ConfigError`` in any other step.
+
+        A step may begin again if no gradients were exchanged in it, or if their averages wait in ``.grad``. ``may_wait``:
+        also if backwards inside ``no_sync`` have left gradients there.
+        """
         self._updates.end_open()
-        if self._is_in_vain(may_wait=may_wait):
+        is_averaged = self._phase == Phase.UPDATE and (self.executor.combination.leaves_averages or self._is_passed)
+        holds = self._holds and not may_wait and not is_cleared(self._members)
+        if is_averaged or (self._phase in (Phase.FORWARD, Phase.KEPT) and not holds):
             self._take_back()
         refuse_in_step(self._phase, where)
 

@@ -57,8 +57,7 @@ def marks_of(gradients_of: Sequence[nn.Parameter], buckets: Sequence[torch.Tenso
     parameters are cleared.
     """
     gradients = [gradient for parameter in gradients_of if (gradient := parameter.grad) is not None]
-    values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # documented
-    real = [torch.view_as_real(own) if own.is_complex() else own for own in values]
+    real = [torch.view_as_real(own) if own.is_complex() else own for own in (gradients if buckets is None else buckets)]
     numbers = [one for own in real for one in (own.sum(dtype=torch.float64), torch.linalg.vector_norm(own, dtype=torch.float64))]
     bits = torch.stack(numbers).view(torch.int64) if numbers else torch.empty(0, device=device)
     return gradients, [*map(COUNT, gradients)] if buckets is not None else [], bits

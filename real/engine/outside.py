@@ -7,15 +7,20 @@ In plain averaging a change needs no care: the average of parameters is the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from fleetbench.errors import ConfigError
+from real.communication.communicators import agree_on
 from real.communication.lanes import host_reads
-from real.engine.executor import Executor
 from real.engine.gradients import COUNT
 from real.engine.refusals import refuse_open
+
+if TYPE_CHECKING:
+    from real.engine.engine import Engine
 
 OUTSIDE = "parameters changed outside of optimizer.step()"
 ALIKE = (
@@ -42,22 +47,29 @@ class OutsideChanges:
         self._noted = self._marks()
 
     @torch.no_grad()
-    def take_over(self, executor: Executor, agree: Callable[[Sequence[str]], None], *, agreed: bool) -> None:
-        """Make changed parameters the base of the round; ``agree`` raises unless all trainers give the same lines.
+    def take_over(self, engine: Engine) -> None:
+        """Make changed parameters the base of the engine's round.
 
-        ``agreed``: whether trainers hold the same parameters, apart from the change. Raises ``ConfigError`` for a
-        change within a round.
+        Raises ``ConfigError`` for a change within a round, and on every rank unless all have made the same.
         """
         marks = self._marks()
         if marks == self._noted:
             return
-        refuse_open(agreed, 0, OUTSIDE)
-        origin = executor.storage.snapshot()
+        refuse_open(engine.has_agreed, 0, OUTSIDE)
+        storage = engine.executor.storage
+        origin = storage.snapshot()
         with host_reads():
             changed = {name: own.detach() for name, own in self._parameters.items() if not torch.equal(own, origin[name].to(own.device))}
             if changed:
-                agree([f"{name} of checksum {_checksum(value):x}" for name, value in changed.items()])
-                executor.storage.rebase(changed)
+                if engine.communicators.workers is not None:
+                    hint = "load weights before fleet.distributed_model: the first worker's become those of all"
+                    raise ConfigError("elastic workers do not meet to change them alike", OUTSIDE, f"{len(changed)} parameters", hint)
+                if engine.meeting is not None:
+                    engine.meeting.meet(OUTSIDE)
+                engine.communicators.order_lanes()
+                lines = [f"{name} of checksum {_checksum(value):x}" for name, value in changed.items()]
+                agree_on(lines, OUTSIDE, engine.communicators, ALIKE)
+                storage.rebase(changed)
         self._noted = marks
 
     def _marks(self) -> list[tuple[int, int]]:

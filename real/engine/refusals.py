@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
@@ -87,19 +88,14 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, known: Collection[int]) -> 
         raise ConfigError(what, "the optimizer", f"{len(held)}, the first of shape {list(held[0].shape)}", hint)
 
 
-def refuse_other_optimizer(
-    optimizer: torch.optim.Optimizer, held: Collection[int], parameters: Mapping[str, nn.Parameter], model: nn.Module, *, is_averaged: bool
-) -> None:
-    """Raise ``ConfigError`` if an optimizer that fleet was not given has made parameters differ between ranks.
+def refuse_other_optimizer(optimizer: torch.optim.Optimizer, new: Sequence[str], known: Sequence[str]) -> NoReturn:
+    """Raise ``ConfigError`` for an optimizer that fleet was not given and that has made parameters differ between ranks.
 
-    ``held``: ids of the parameters that it has stepped. ``is_averaged``: whether the gradients of ``parameters``, which
-    fleet exchanges, are now the same on all ranks.
+    ``new``: names of parameters that fleet does not exchange; ``known``: of those that it does.
     """
-    strange = [name for name, own in model.named_parameters() if id(own) in held and name not in parameters]
     why = "has stepped parameters that came, or were unfrozen, after fleet.distributed_model: nobody averages their gradients"
     hint = "call fleet.distributed_model(model) again, between two steps, when the model has changed"
-    if not strange and not is_averaged:
-        strange = [name for name, own in parameters.items() if id(own) in held]
+    if not new:
         why = (
             "has stepped parameters of the model, and was not given to fleet, or another has taken its place: "
             "ranks would end with different models"
@@ -108,9 +104,8 @@ def refuse_other_optimizer(
             "give every optimizer to fleet.distributed_optimizer, also one that replaces another; without local steps, "
             "gradient merge and amp in FP16, others may step after loss.backward(), as under DDP"
         )
-    if strange:
-        where = f"optimizer {type(optimizer).__name__}"
-        raise ConfigError(why, where, f"{len(strange)}: {', '.join(strange[:5])}", hint)
+    strange = new or known
+    raise ConfigError(why, f"optimizer {type(optimizer).__name__}", f"{len(strange)}: {', '.join(strange[:5])}", hint)
 
 
 def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
@@ -224,6 +219,30 @@ def _is_stepped_by_scaler() -> bool:
     return any(isinstance(own := frame.f_locals.get("self"), GradScaler) and own.is_enabled() for frame in frames)
 
 
+def refuse_changed(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    frozen: Mapping[str, nn.Parameter],
+    like: tuple[torch.dtype, torch.device],
+    *,
+    sums: bool,
+    all_of_it: bool,
+) -> None:
+    """Raise ``ConfigError`` at a step's begin for a model that is not as it was distributed.
+
+    ``like``: its first parameter's type and device then. ``sums``: whether steps share an update, of whose backwards the
+    Reducer checks the last. ``all_of_it``: also look for wrappers and replaced parameters, which takes longer.
+    """
+    refuse_moved(next(iter(parameters.values())), *like)
+    refuse_unfrozen(frozen)
+    if sums and (gone := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad)):
+        _refuse_unused(gone, parameters)
+    refuse_wrapper_around(parameters.values(), DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
+    if all_of_it:
+        refuse_wrappers(model)
+        refuse_replaced(parameters, model)
+
+
 def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``ConfigError`` if the model was moved or converted since its first parameter had this type and device."""
     if first.dtype != dtype or first.device != device:
@@ -277,12 +296,6 @@ def _refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]
     shown = ", ".join((frozen or unused)[:5])
     hint += ", or set strategy.find_unused_parameters = true, or static_graph = true if no step uses them"
     raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
-
-
-def refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise ``ConfigError`` if any of the parameters, all of which need a gradient, has been frozen."""
-    if frozen := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad):
-        _refuse_unused(frozen, parameters)
 
 
 def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:

@@ -180,13 +180,16 @@ class Updates:
         """Handle a step of an optimizer that fleet was not given; one that wraps an attached one has stepped that, too."""
         if _is_in(optimizer, self.optimizers) or any(map(self._is_running, self.optimizers)):
             return
-        what, moved = self._what, [own for own in parameters_of([optimizer]) if own.grad is not None]
-        waits = self._phase() == Phase.UPDATE and not self._has_begun
-        held = () if waits else [*map(id, parameters_of(self.optimizers))]
+        moved = {id(own) for own in parameters_of([optimizer]) if own.grad is not None}
+        if self._phase() != Phase.UPDATE or self._has_begun:
+            moved.difference_update(map(id, parameters_of(self.optimizers)))
+        new = [name for name, own in self._model.named_parameters() if id(own) in moved and name not in self._parameters]
+        known = [name for name, own in self._parameters.items() if id(own) in moved]
+        what = self._what
         is_averaged = self._phase() not in (Phase.KEPT, Phase.BACKWARD) and not (what.is_local or what.merges or what.scales)
-        strange = {id(own) for own in moved}.difference(held)
-        refuse_other_optimizer(optimizer, strange, self._parameters, self._model, is_averaged=is_averaged)
-        if what.leaves_averages and not strange.isdisjoint(map(id, self._members)):
+        if new or (known and not is_averaged):
+            refuse_other_optimizer(optimizer, new, known)
+        if known and what.leaves_averages:
             self._update_begins()
 
     def _update_begins(self) -> None:

@@ -136,6 +136,13 @@ def test_a_sparse_gradient_from_elsewhere_is_refused_by_name(others: ZeroTrainer
     engine.close()
 
 
+@pytest.mark.parametrize("fields", [MERGE, BY_BUCKET, {"localsgd": True, "build_strategy": {"fuse_all_optimizer_ops": True}}])
+def test_sparse_gradients_are_refused_where_they_would_be_added_up(others: ZeroTrainer, fields: dict[str, Any]) -> None:
+    """Sums, updates within the backward and fused local updates are of dense gradients."""
+    with pytest.raises(ConfigError, match=r"parameters 0.weight: has sparse gradients"):
+        engine_of(nn.Sequential(nn.Embedding(5, 3, sparse=True)), others, **fields)
+
+
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE, BY_BUCKET, SCALED])
 def test_an_update_from_this_rank_s_gradients_alone_is_refused(others: ZeroTrainer, fields: dict[str, object]) -> None:
     """``optimizer.step()`` after nothing but backwards inside ``no_sync`` would let ranks drift apart."""
