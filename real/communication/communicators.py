@@ -96,12 +96,12 @@ def _wrong_ways(own: Communicators, ways: Sequence[Way], turn: int) -> list[str]
         base = torch.arange(numel, dtype=torch.float32, device=own.device).remainder_(256).add_(10 * (number % 16) + turn)
         tensor, answer = base + part.index(own.rank) % 2, base.mul_(len(part)).add_(len(part) // 2)
         where = {_BESIDE: "what is exchanged beside buckets", _IN_TURN: "buckets in turn"}.get(communicator, f"communicator {communicator}")
-        flights.append(
-            (f"{group} of {where}", InlineLane() if communicator < 0 else own.lane(communicator), tensor, answer, group, communicator)
-        )
-    tickets = [lane.submit(partial(own.all_reduce, tensor, "sum", *way), ()) for _, lane, tensor, _, *way in flights]
+        lane = InlineLane() if communicator < 0 else own.lane(communicator)
+        total = partial(own.all_reduce, tensor, "sum", group, communicator)
+        flights.append((f"{group} of {where}", lane, total, tensor, answer))
+    tickets = [lane.submit(total, ()) for _, lane, total, *_ in flights]
     wrong = []
-    for (name, _, tensor, answer, *_), ticket in zip(flights, tickets, strict=True):
+    for (name, *_, tensor, answer), ticket in zip(flights, tickets, strict=True):
         ticket.wait()
         with host_reads():  # the host waits as well
             if not torch.equal(tensor, answer):

@@ -38,7 +38,7 @@ from real.compute.compute import apply_compute
 from real.compute.living import living_hook, weakly
 from real.engine.carried import Carried
 from real.engine.executor import Executor
-from real.engine.gradients import is_cleared, tensors_of, versions
+from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
 from real.engine.outside import OutsideChanges
 from real.engine.phase import Phase
 from real.engine.planning import Planning, Progress
@@ -121,7 +121,7 @@ class Engine:
         self._phase = Phase.IDLE
         self._nodes = nodes_of(self._members)
         self._unused: list[str] = []
-        """Names of parameters without a gradient in the current backward, if the strategy looks for them."""
+        """Names of parameters without a gradient in the current backward, if several backwards share an update."""
         self._hidden: RemovableHandle | None = None
         """Hook on a backward's first gradient, for a model whose outputs contain no tensors."""
         self._keeps, self._holds, self._was_synced, self._num_moves = False, False, False, 0
@@ -464,7 +464,7 @@ class Engine:
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
         self._next_bucket += 1
-        if self.executor.looks_for_unused:
+        if self.executor.merges_unused:
             self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
         self.executor.start(operations)
@@ -512,13 +512,14 @@ class Engine:
     def _between(self, where: str, *, may_wait: bool = False) -> None:
         """End an open update, and take back a step that may begin again. Raises ``ConfigError`` in any other step.
 
-        A step may begin again if no gradients were exchanged in it, or if their averages wait in ``.grad``. ``may_wait``:
+        A step may begin again if no gradients were exchanged in it, or if their averages were dropped. ``may_wait``:
         also if backwards inside ``no_sync`` have left gradients there.
         """
         self._updates.end_open()
-        is_averaged = self._phase == Phase.UPDATE and (self.executor.combination.leaves_averages or self._is_passed)
+        may_drop = self.executor.combination.leaves_averages
+        is_dropped_now = self._phase == Phase.UPDATE and (self._is_passed or (may_drop and is_dropped(self._members)))
         holds = self._holds and not may_wait and not is_cleared(self._members)
-        if is_averaged or (self._phase in (Phase.FORWARD, Phase.KEPT) and not holds):
+        if is_dropped_now or (self._phase in (Phase.FORWARD, Phase.KEPT) and not holds):
             self._take_back()
         refuse_in_step(self._phase, where)
 

@@ -114,12 +114,7 @@ class Executor:
         return self._communicators.trainers > 1 or self.steps_outside or self.combination.elastic is not None
 
     @property
-    def looks_for_unused(self) -> bool:
-        """Whether the engine looks for parameters without a gradient in each backward."""
-        return self.combination.finds_unused or self._merges_unused
-
-    @property
-    def _merges_unused(self) -> bool:
+    def merges_unused(self) -> bool:
         """Whether the executor collects, over all steps of an update, which parameters were used.
 
         Within a single backward, the Reducer finds the unused ones.
@@ -209,7 +204,7 @@ class Executor:
 
     def begin_backward(self) -> None:
         """Note which parameters have no gradient yet, before a backward whose gradients are exchanged."""
-        if self._merges_unused:
+        if self.merges_unused:
             self._absent = {name for name, parameter in self._parameters.items() if parameter.grad is None}
 
     def release_statistics(self) -> None:
@@ -227,7 +222,7 @@ class Executor:
         """Wait until ``.grad`` holds unscaled averages, and prepare the update; ``requests`` answer ``BackwardEnd``."""
         operations = started(requests)
         self.release_statistics()
-        if self._merges_unused:
+        if self.merges_unused:
             self._used |= self._parameters.keys() - set(unused)
         closes = not any(operation.kind == "skip" for operation in operations)
         scales = self.combination.scales
@@ -510,8 +505,6 @@ class Executor:
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
         what = self.combination
-        for control in self._controls.each:
-            control.refuse_unaveraged()
         share = what.fragments.mixing if what.fragments is not None and operation.payload == "mixture" else 0.0
         for delta in own:
             self._waiting.discard(delta.id)
@@ -541,7 +534,7 @@ class Executor:
 
         A parameter that had a gradient before, such as zeros, keeps it, as in DistributedDataParallel.
         """
-        if not self._merges_unused:
+        if not self.merges_unused:
             return
         used, self._used = self._used, set()
         flags = [name in used for name in self._parameters]

@@ -1,7 +1,7 @@
 """Gradients: what a backward has left in ``.grad``, and the tensors in a forward's output."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -43,8 +43,17 @@ def versions(gradients_of: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
 
 def is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
     """Whether every parameter's gradient is None or all zeros."""
+    return not any(values.any() for values in _values(gradients_of))
+
+
+def is_dropped(gradients_of: Sequence[nn.Parameter]) -> bool:
+    """Whether gradients are cleared, or are not finite, so that a GradScaler skips their step."""
+    return is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
+
+
+def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
     gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
-    return not any((own._values() if own.is_sparse else own).any() for own in gradients)  # noqa: SLF001  # values() wants coalesced ones
+    return (own._values() if own.is_sparse else own for own in gradients)  # noqa: SLF001  # values() wants coalesced ones
 
 
 @torch.no_grad()

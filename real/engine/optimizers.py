@@ -6,14 +6,13 @@ parameters. Updates outside of the user's step run on a copy of the optimizer, w
 state, and without hooks.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
@@ -34,6 +33,20 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """Optimizers that treat every element alike, so that many parameters may be stepped as one."""
 
+_MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
+_STATE: dict[str, dict[str, str]] = {
+    "SGD": {"momentum_buffer": "momentum"},
+    "Muon": {"momentum_buffer": ""},
+    "Adam": {**_MOMENTS, "max_exp_avg_sq": "amsgrad"},
+    "AdamW": {**_MOMENTS, "max_exp_avg_sq": "amsgrad"},
+    "NAdam": _MOMENTS,
+    "RAdam": _MOMENTS,
+    "Adamax": {"exp_avg": "", "exp_inf": ""},
+    "Adagrad": {"sum": ""},
+    "RMSprop": {"square_avg": "", "momentum_buffer": "momentum", "grad_avg": "centered"},
+}
+"""By class of torch.optim: names of state tensors like the parameter, and the option of a group that makes each."""
+
 _KERNELS: dict[str, tuple[type[Optimizer], ...]] = {
     "cpu": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
     "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
@@ -51,15 +64,9 @@ class OptimizerControl:
         self._parameters = parameters
         self._restore: Callable[[], None] | None = None
         self.lr_scale = combination.lr_scale
-        self._averages_all = combination.averages_state and not combination.momentum_alone
         is_kept = not (combination.averages_state or combination.resets_state)
-        names = () if is_kept else state_slots(optimizer, averages_all=self._averages_all)
-        self.slots = combination.slots(names)
+        self.slots = () if is_kept else combination.slots(state_slots(optimizer))
         """Names of the optimizer's state tensors that trainers average or reset."""
-        if names and not self.slots and not any(kind.__module__.startswith("torch.optim.") for kind in _kinds(optimizer)):
-            what = "must be averaged or reset, and this optimizer keeps it under an unknown name"
-            hint = 'leave momentum at "local", or average all state: optimizer_state = "average"'
-            raise ConfigError(what, "momentum", f"{type(optimizer).__name__} keeps {', '.join(names)}", hint)
         self._fused = FusedOptimizer(optimizer) if combination.fuses_update else None
         self._updates = False
 
@@ -84,11 +91,6 @@ class OptimizerControl:
             self._restore = None
             if self._updates and self._fused is not None:
                 self._fused.end()
-
-    def refuse_unaveraged(self) -> None:
-        """Raise ``ConfigError`` if all state is to be averaged, but the optimizer has made state that cannot be."""
-        for parameter in self._parameters.values() if self._averages_all else ():
-            refuse_unaveraged(self.optimizer, parameter, self.optimizer.state.get(parameter, {}), self.slots)
 
 
 class Controls:
@@ -237,11 +239,6 @@ def copy_of(optimizer: Optimizer, groups: list[Group], state: Any) -> Optimizer:
     return copied
 
 
-def _kinds(optimizer: Optimizer) -> list[type]:
-    """Return the optimizer's classes, except the common bases."""
-    return [kind for kind in type(optimizer).__mro__ if kind not in (Optimizer, object)]
-
-
 def _step(copied: Optimizer) -> None:
     """Step without torch's global hooks on all optimizers: they are the user's, for the user's own steps."""
     step: Any = type(copied).step  # of the class, because a scheduler wraps that of the object
@@ -290,43 +287,20 @@ def scale_rates(optimizer: Optimizer, factor: float) -> Callable[[], None]:
     return restore
 
 
-def refuse_unaveraged(optimizer: Optimizer, like: torch.Tensor, state: State, slots: Collection[str]) -> None:
-    """Raise ``ConfigError`` if a parameter's state has more than ``slots`` and single numbers, such as step counts.
-
-    ``like``: the parameter.
-    """
-    for name, value in state.items():
-        for tensor in pytree.tree_leaves(value):
-            if not isinstance(tensor, torch.Tensor) or (tensor.numel() == 1 and name not in slots):
-                continue
-            is_like = tensor.shape == like.shape and tensor.dtype == like.dtype
-            if name not in slots or tensor is not value or not is_like:
-                what = 'keeps state that cannot be averaged (optimizer_state = "average")'
-                own, of = (f"{list(each.shape)} of {each.dtype}" for each in (tensor, like))
-                told = f"{name}: {own}, of a parameter of {of}"
-                hint = 'set optimizer_state = "local", or use one whose state is like its parameters: AdamW'
-                raise ConfigError(what, f"optimizer {type(optimizer).__name__}", told, hint)
-
-
-def state_slots(optimizer: Optimizer, *, averages_all: bool = False) -> tuple[str, ...]:
+def state_slots(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the names of state tensors with the parameter's shape, such as ``exp_avg``, over all groups, sorted.
 
-    Steps a copy of the optimizer on a dummy parameter; the optimizer does not change. With ``averages_all``, raises
-    ``ConfigError`` for one that also has other state.
+    An optimizer of another package says them by an attribute ``slots``. Raises ``ConfigError`` if they are not known.
     """
-    slots: set[str] = set()
-    for group in [group for group in optimizer.param_groups if group["params"]]:
-        like = group["params"][0]
-        probe = nn.Parameter(torch.ones((2, 3), dtype=like.dtype, device=like.device))
-        probe.grad = torch.ones_like(probe)
-        states: defaultdict[nn.Parameter, State] = defaultdict(dict)
-        _step(copy_of(optimizer, [{**group, "params": [probe]}], states))
-        tensors = {name: value for name, value in states[probe].items() if isinstance(value, torch.Tensor)}
-        found = {name for name, value in tensors.items() if value.shape == probe.shape}
-        if averages_all:
-            refuse_unaveraged(optimizer, probe, states[probe], found)
-        slots |= found
-    return tuple(sorted(slots))
+    kind = type(optimizer)
+    found: tuple[str, ...] | None = getattr(optimizer, "slots", None)
+    if found is not None:
+        return found
+    made = _STATE.get(kind.__name__) if kind.__module__.startswith("torch.optim.") else None
+    if made is None:
+        hint = f'leave momentum and optimizer_state at "local", or use one of torch.optim: {", ".join(_STATE)}'
+        raise ConfigError("keeps state that trainers cannot average or reset", "optimizer", kind.__name__, hint)
+    return tuple(sorted(slot for slot, option in made.items() if not option or any(group[option] for group in optimizer.param_groups)))
 
 
 @torch.no_grad()

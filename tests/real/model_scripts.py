@@ -199,7 +199,9 @@ def in_the_middle(way: Way, *, phase: str) -> nn.Module:
     network = layers()
     model, optimizer = way.wrap(network), way.give(SGD(network.parameters()))
     train(way, model, optimizer, steps=3)
-    if phase == "kept":
+    if phase == "step":
+        model(batch(way, 1)).square().mean().backward()
+    elif phase == "kept":
         with model.no_sync():
             model(batch(way, 1)).square().mean().backward()
     loss = model(batch(way, 1)).square().mean() if phase == "graph" else None
@@ -389,6 +391,7 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
         {},
         r"model\.join: divides by the number of",
     ),
+    "again, in a step": (partial(in_the_middle, phase="step"), {}, MIDDLE + "in the middle of a step"),
     "again, in a step that waits": (partial(in_the_middle, phase="kept"), {}, MIDDLE + "in the middle of a step"),
     "again, before a backward": (partial(in_the_middle, phase="graph"), {}, r"loss\.backward\(\): its forward read parameters"),
     "again, in a round": (partial(in_the_middle, phase="round"), LOCAL, MIDDLE + "in the middle of a round"),

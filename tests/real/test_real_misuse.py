@@ -450,23 +450,6 @@ def test_a_model_without_anything_to_train_is_refused(others: ZeroTrainer) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
-def test_a_scripted_part_is_trained_as_the_plain_one(others: ZeroTrainer) -> None:
-    """The hint's way out gives the same parameters."""
-    found = []
-    for scripts in (False, True):
-        torch.manual_seed(0)
-        inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
-        engine, optimizer = engine_of(nn.Sequential(torch.jit.script(inner) if scripts else inner), others)
-        for _ in range(4):
-            engine.model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([value.detach().clone() for value in engine.model.state_dict().values()])
-        engine.close()
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
 @pytest.mark.parametrize(
     "convert", [torch.jit.script, lambda norm: torch.jit.trace(norm.eval(), torch.ones(4, 8))], ids=["scripted", "traced"]
 )
