@@ -4,9 +4,6 @@ The engine decides nothing: it reports events to the strategy and runs the opera
 Reducer detects when a bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one
 trainer. A forward begins a step (``Phase``). At the end of the backward the engine waits for the collectives, so that
 ``.grad`` holds averages when ``backward()`` returns. Another backward before the update repeats the exchange.
-
-The first update's plan takes the gradients in reverse registration order; all later ones in the order of readiness that
-rank 0 has observed in it.
 """
 
 import dataclasses
@@ -22,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.plan.build import Plan
@@ -57,6 +55,7 @@ from real.engine.refusals import (
     refuse_replaced,
     refuse_sparse,
     refuse_unfinished,
+    refuse_wrapper_around,
     refuse_wrappers,
 )
 from real.engine.sparse import refuse_unknown_sparse
@@ -147,6 +146,7 @@ class Engine:
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(living_hook(lambda *_: self._forward_begins())),
             model.register_forward_hook(living_hook(lambda _module, _inputs, output: self._forward_ends(output))),
+            register_module_module_registration_hook(weakly(self._refuse_wrapper)),
             *self._updates.hear_others(),
         ]
         for handle in self._handles[2:]:  # in torch's global lists, which outlive the model
@@ -497,6 +497,9 @@ class Engine:
         """Whether this optimizer's step does not concern this model."""
         return False
 
+    def _refuse_wrapper(self, wrapper: nn.Module, _name: str, module: nn.Module | None) -> None:
+        refuse_wrapper_around(self._members, wrapper, module)
+
     def _update_ends(self) -> None:
         self.executor.finish_update()
         self.stopwatch.update_ends()
@@ -510,10 +513,9 @@ class Engine:
         self._updates.begin()
 
     def _between(self, where: str, *, may_wait: bool = False) -> None:
-        """End an open update, and take back a step that may begin again. Raises ``ConfigError`` in any other step.
+        """End an open update, and take back a step without exchange, or of dropped averages; refuse any other step.
 
-        A step may begin again if no gradients were exchanged in it, or if their averages were dropped. ``may_wait``:
-        also if backwards inside ``no_sync`` have left gradients there.
+        ``may_wait``: also take back a step in which backwards inside ``no_sync`` have left gradients.
         """
         self._updates.end_open()
         may_drop = self.executor.combination.leaves_averages

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
+from real.communication.lanes import host_reads
 from real.engine.buckets import Storage, dense_strides
 
 Group = dict[str, Any]
@@ -111,6 +112,8 @@ class Controls:
         self._storage = storage
         self._parameters = parameters
         self._num_planned = num_planned
+        self._without: list[torch.Tensor] = []
+        """Zeros in place of the state of parameters that have not been stepped, in the bucket looked at last."""
         self.num_slots = max((len(own.slots) for own in self.each), default=0) if combination.averages_state else 0
         """The largest number of state tensors per parameter that are averaged."""
 
@@ -144,10 +147,13 @@ class Controls:
         """Return the averaged state of a bucket's parameters, ``num_planned`` tensors for each."""
         holders = {id(parameter): own for own in self.each for parameter in own.held}
         found = []
+        self._without.clear()
         for parameter in self._storage.parameters[bucket]:
             own = holders.get(id(parameter))
             state = [] if own is None else state_tensors(own.optimizer, parameter, own.slots)
-            found += [*state, *(torch.zeros_like(parameter) for _ in range(self._num_planned - len(state)))]
+            others = [torch.zeros_like(parameter) for _ in range(self._num_planned - len(state))]
+            self._without += others if own is not None and own.slots and not state else []
+            found += [*state, *others]
         return found
 
     @torch.no_grad()
@@ -161,6 +167,10 @@ class Controls:
         tensors = self.state(bucket)
         for tensor, piece in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
+        with host_reads():
+            if any(tensor.any() for tensor in self._without):
+                hint = "let every parameter take part in each trainer's first step, or leave momentum and optimizer_state local"
+                raise ConfigError("has state that trainers average on some of them alone", "an optimizer", hint=hint)
 
     def reset(self) -> None:
         """Zero the state that the strategy resets."""
@@ -308,14 +318,13 @@ def state_tensors(optimizer: Optimizer, parameter: nn.Parameter, slots: Sequence
     """Return the parameter's state tensors, one per slot, to be written in place; missing ones are created.
 
     Missing momentum of SGD starts at zero: it then damps its first gradient too, which changes that step if
-    ``dampening`` is not 0. Raises ``ConfigError`` for another optimizer whose state of the parameter is missing.
+    ``dampening`` is not 0. Of another optimizer whose state of the parameter is missing, nothing is returned.
     """
     if not slots:
         return []
+    if not optimizer.state.get(parameter) and not isinstance(optimizer, torch.optim.SGD):
+        return []
     state: State = optimizer.state[parameter]
-    if not state and not isinstance(optimizer, torch.optim.SGD):
-        hint = 'let every parameter take part in a step first, or leave momentum and optimizer_state at "local"'
-        raise ConfigError("has no state yet of a parameter whose state trainers average", "optimizer", type(optimizer).__name__, hint)
     for slot in slots:
         if state.get(slot) is None:
             state[slot] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -31,12 +31,12 @@ def refuse_wrappers(model: nn.Module) -> None:
             _refuse_wrapper("DTensor", f"parameter {name}")
 
 
-def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Module | None) -> None:
-    """Raise ``ConfigError`` if ``wrapper``, the DistributedDataParallel whose forward runs, holds any of the parameters."""
-    if wrapper is None or not (kind := _wrapper_of(wrapper)):
+def refuse_wrapper_around(parameters: Collection[nn.Parameter], wrapper: nn.Module | None, module: nn.Module | None = None) -> None:
+    """Raise ``ConfigError`` if one of torch's wrappers, or a ``module`` given to it, holds any of the parameters."""
+    if wrapper is None or isinstance(wrapper, PlannedReducer) or not (kind := _wrapper_of(wrapper)):
         return
     known = set(map(id, parameters))
-    if any(id(parameter) in known for parameter in wrapper.parameters()):
+    if any(id(parameter) in known for held in (wrapper, module) if held is not None for parameter in held.parameters()):
         _refuse_wrapper(kind, f"{kind}(...) around the model")
 
 

@@ -515,6 +515,10 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "the model: differs between rank R and rank R",
         lambda case: bool(case.by_rank),
     ),
+    "state is averaged that a trainer has not made yet (docs/local_sgd.md)": (
+        "has state that trainers average on some of them alone",
+        lambda case: bool(case.treats_state) and (bool(case.drops) or case.model == "gated"),
+    ),
     "gradients are changed after an update by bucket (docs/loops.md)": (
         "gradients were changed after the backward",
         lambda case: case.by_bucket and bool(case.edit),
