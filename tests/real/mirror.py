@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch.distributed as dist
 
 from fleetbench.plan.groups import Parts
-from real.communication.communicators import Communicators, Way
+from real.communication.communicators import Communicators
 
 
 class Mirror(Communicators):
@@ -18,9 +16,9 @@ class Mirror(Communicators):
         """Itself, and its image."""
         return 2
 
-    def _make(self, parts: Parts, name: str) -> dist.ProcessGroup | None:
+    def _make(self, parts: Parts, name: str, backend: str) -> dist.ProcessGroup | None:
         assert parts
-        return super()._make(((0,),), name)
+        return super()._make(((0,),), name, backend)
 
-    def _ways(self, communicator: int) -> list[Way]:
-        return [dataclasses.replace(way, ranks=1) for way in super()._ways(communicator)]
+    def prove(self, together: int, *, beside: bool = False) -> None:
+        """Sum nothing: the image brings no numbers of its own."""

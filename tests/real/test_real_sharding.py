@@ -194,7 +194,7 @@ REFUSED = {
     "experts": "got no gradient in this step",
     "frozen later": "was frozen or unfrozen after",
     "replaced": "head.weight: was replaced after",
-    "replaced module": "head.weight, head.bias: got no gradient",
+    "replaced module": "head.weight: was replaced after",
     "moved": "was moved or converted",
     "stranger": "not the distributed model's",
     "again": "a second backward comes before optimizer.step()",
