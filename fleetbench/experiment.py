@@ -23,7 +23,7 @@ from fleetbench.churn import with_trace
 from fleetbench.cluster import Cluster
 from fleetbench.collective_logs import with_measured
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
-from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
+from fleetbench.digests import digest_of, json_digest, read_text, read_toml, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
 from fleetbench.exclusions import check_hierarchy, check_workers
@@ -300,8 +300,8 @@ class Experiment(Config):
         return tomli_w.dumps(encode(self))
 
     def save(self, path: Path) -> None:
-        """Write the experiment as TOML, with a digest, atomically."""
-        write_whole(path, sealed(self.to_toml()))
+        """Write the experiment as TOML, atomically."""
+        write_whole(path, self.to_toml())
 
     @property
     def transport(self) -> str:
@@ -375,11 +375,9 @@ def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
     """Replace each file name (and folder name) in undecoded data with ``change(name)``."""
     workload, cluster = (table if isinstance(table := data.get(name), dict) else {} for name in ("workload", "cluster"))
-    entries = cluster.get("stragglers")
-    named = [(entry, "path") for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)]
     models = [(workload, "model")] if str(workload.get("model")).endswith(".json") else []
     churn = [(rows, "trace")] if isinstance(rows := cluster.get("churn"), dict) else []
-    for table, key in ((workload, "profile"), *models, *named, *churn):
+    for table, key in ((workload, "profile"), *models, *churn):
         if isinstance(table.get(key), str):
             table[key] = change(table[key])
     if isinstance(logs := cluster.get("measured"), str | list):

@@ -18,7 +18,7 @@ import tomli_w
 
 from fleetbench.cluster import Link
 from fleetbench.config import Config, decode, encode, flat
-from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
+from fleetbench.digests import json_digest, read_text, read_toml, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fields import named, tables_of
@@ -148,7 +148,7 @@ class Profile(Config):
 
     def save(self, path: Path) -> None:
         """Write ``profile.toml``, whole or not at all."""
-        write_whole(path, sealed(tomli_w.dumps(encode(self))))
+        write_whole(path, tomli_w.dumps(encode(self)))
 
 
 def profile_of(experiment: Experiment) -> Profile | None:

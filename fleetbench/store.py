@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, refuse_large_table, sealed_json, write_whole
+from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, sealed_json, write_whole
 from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
@@ -126,8 +126,6 @@ def load_run(path: str | Path) -> RunResult:
             raise ConfigError("not a schema of this version", str(path), repr(manifest["schema"]), f"this version reads schema {SCHEMA}")
         summary = Summary.load(path / "summary.json")
         has_steps = STEPS_FILE not in {entry["what"] for entry in summary.skipped}
-        if has_steps:
-            refuse_large_table(path / STEPS_FILE, str(path / STEPS_FILE))
         return RunResult(
             experiment=Experiment.load(path / "experiment.toml"),
             summary=summary,

@@ -1,12 +1,11 @@
-"""Output of collective benchmarks, printed from closed forms: nccl-tests 2.0 to 2.19, its JSON, and OSU's.
+"""Output of nccl-tests 2.0 to 2.19, printed from closed forms.
 
-The formats are facts of those programs: names and order of columns, their widths, what is in front of a table
+The formats are facts of that program: names and order of columns, their widths, what is in front of a table
 and behind it. Rates are those of nccl-tests' doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -126,56 +125,12 @@ def nccl_tests(
     return "\n".join(lines) + "\n"
 
 
-def nccl_json(collective: Collective = ALL_REDUCE, n: int = 8, *, wrong: int = 0, num_groups: int = 1) -> str:
-    """What ``-J FILE`` writes of one process a GPU."""
-    devices = [{"rank": rank, "group": rank % num_groups, "hostname": "node-a"} for rank in range(n)]
-    told = {"redop": "sum" if collective.has_redop else "none", "root": f"{0 if collective.has_root else -1:6}"}
-    results = []
-    for nbytes in SIZES:
-        seconds = collective.seconds(n, nbytes)
-        alg = nbytes / seconds * 1e-9
-        rates = {"alg_bw": round(alg, 6), "bus_bw": round(alg * collective.factor(n), 6)}
-        checked = wrong if collective.checks_in_place else None
-        in_place = {"time": round(seconds * 1e6, 6), **rates, "nwrong": checked}
-        out_of_place = {"time": 2 * in_place["time"], **rates, "nwrong": wrong}
-        kind = {"size": nbytes, "count": nbytes // 4, "type": "float", **told}
-        results.append(kind | {"out_of_place": out_of_place, "in_place": in_place})
-    config = {"nthreads": 1, "ngpus": 1, "validation": 1, "devices": devices}
-    args = [f"./build/{collective.name}_perf", "-J", "out.json"]
-    data = {"version": 1, "args": args, "env": [], "nccl_version": 22902, "config": config}
-    return json.dumps(data | {"results": results, "out_of_bounds": {"count": 0, "okay": "true"}})
-
-
-def osu(title: str = "MPI-CUDA Allreduce", *, full: bool = False, validated: str = "") -> str:
-    """What OSU's ``osu_allreduce`` and its kin print; ``full``: with ``-f``; ``validated``: with ``-c``."""
-    lines = ["", f"# OSU {title} Latency Test v7.4", "# Datatype: MPI_FLOAT."]
-    lines.append(f"{'# Size':<10}  {'Avg Latency(us)':>15}")
-    lines[-1] += "   Min Latency(us)   Max Latency(us)  Iterations" if full else ""
-    lines[-1] += "        Validation" if validated else ""
-    for nbytes in SIZES:
-        us = ALL_REDUCE.seconds(8, nbytes) * 1e6
-        row = f"{nbytes:<10}{us:>18.2f}"
-        row += f"{0.9 * us:>18.2f}{1.1 * us:>18.2f}{100:>12}" if full else ""
-        lines.append(row + (f"{validated:>18}" if validated else ""))
-    return "\n".join(lines) + "\n"
-
-
 PREFIXES: dict[str, Callable[[str], str]] = {
     "as it is": lambda line: line,
-    "indented": lambda line: "    " + line,
     "pasted without #": lambda line: line.removeprefix("#"),
     "mpirun --tag-output": lambda line: f"[1,0]<stdout>:{line}",
-    "prterun --tag-output": lambda line: f"[prterun-node-a-17@1,0]<stdout>: {line}",
     "srun --label": lambda line: f" 0: {line}",
     "kubectl logs --timestamps": lambda line: f"2025-01-01T12:34:56.123456789Z {line}",
-    "kubectl logs --prefix": lambda line: f"[pod/nccl-test-launcher-abc12/main] {line}",
-    "docker compose": lambda line: f"launcher-1  | {line}",
-    "torchrun": lambda line: f"[default0]:{line}",
-    "mpirun --timestamp-output": lambda line: f"Wed Jan  1 12:34:56 2025<stdout>:{line}",
-    "journal": lambda line: f"Jan 01 12:34:56 node-a run[4711]: {line}",
-    "quoted": lambda line: f"> {line}",
-    "colours": lambda line: f"\x1b[32m{line}\x1b[0m",
-    "Windows": lambda line: f"{line}\r",
 }
 """What stands in front of a line, by who put it there."""
 

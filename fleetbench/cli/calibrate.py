@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
     """Add the command's parser."""
     parser = add_command(commands, "calibrate", "fit an experiment to measured times, or forecast more GPUs from a few", run)
     add_experiment(parser)
-    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or the output of nccl-tests or osu_allreduce")
+    parser.add_argument("cells", metavar="CELLS", help="a CSV file of settings and seconds, or the output of nccl-tests")
     asked = parser.add_mutually_exclusive_group(required=True)
     text = "compute (all layer times), or a declared quantity such as cluster.inter.bandwidth; repeatable"
     asked.add_argument("--fit", action="append", metavar="KEY", help=text)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_json, add_overrides, load_with_notes, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
-from fleetbench.digests import atomic_write, reading, refuse_large_table, writing
+from fleetbench.digests import atomic_write, reading, writing
 from fleetbench.errors import ConfigError, GateFailed
 
 if TYPE_CHECKING:
@@ -149,7 +149,6 @@ def read_vectors(path: Path) -> Vectors:
 
     hint = "Parquet with the columns id (text or whole numbers) and vector (lists of float32 of one length), nothing missing"
     with reading(path, hint, pa.ArrowException):
-        refuse_large_table(path, str(path))
         table = parquet.read_table(path)
     ids, vectors = (table.schema.field(name).type if name in table.schema.names else pa.null() for name in ("id", "vector"))
     is_named = pa.types.is_string(ids) or pa.types.is_large_string(ids) or pa.types.is_integer(ids)

@@ -27,7 +27,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.profiler_traces import OUTSIDE, Call, Flags, Trace, matches, read_traces
 from fleetbench.quantities import counted
 from fleetbench.spans import Spans, inside, lengths, union, within, without
-from fleetbench.traces import Floats, Integers
+from fleetbench.stragglers import Floats, Integers
 from fleetbench.why.idle import HostWait, Idle, idle_causes
 from fleetbench.why.shares import EXCHANGES, Kind, Share, Shares
 from fleetbench.why.steps import steady_rank_of

@@ -130,7 +130,6 @@ def test_files_are_found_beside_the_experiment_and_overrides_from_where_one_stan
     [
         '[workload]\nprofile = "named.txt"\n',
         '[workload]\ndata = "text:named.txt"\n',
-        '[[cluster.stragglers]]\nkind = "trace"\npath = "named.txt"\n',
     ],
 )
 def test_the_digest_covers_the_contents_of_named_files(text: str, tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> 
     for path, message in (
         (tmp_path / "none.toml", "No such file"),
         (tmp_path, "directory"),
-        (binary, "not a text file"),
+        (binary, "utf-8"),
         (write(tmp_path / "broken.toml", "[workload\n"), "not TOML"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -240,7 +239,6 @@ def test_layers_beyond_what_64_bits_count_are_refused(entry: dict[str, Any], mes
         ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [0], "slowdown": 1e7}]}}, "at most 1000000"),
         ({"cluster": {"nodes": 2, "node_overrides": [{"nodes": [], "slowdown": 2}]}}, "names no node"),
         ({"cluster": {"stragglers": [{"kind": "node_shock", "rate": "2 /step"}]}}, "at most 1 /step"),
-        ({"cluster": {"stragglers": [{"kind": "empirical", "values": []}]}}, "at least one value"),
         ({"run": {"backend": "nccl"}}, "CUDA"),
         ({"run": {"port": 0}}, "at most 65535"),
         ({"run": {"timeout": "1 ms"}}, "at least 1 s"),
