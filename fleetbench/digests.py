@@ -6,14 +6,11 @@
 """
 
 import contextlib
-import glob
 import gzip
 import hashlib
 import json
 import os
-import re
 import secrets
-import time
 import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +23,6 @@ MANIFEST = "manifest.json"
 
 _KEY = "sha256"
 _PARTIAL = ".partial"
-_LONGEST_S = 3600.0
-"""Seconds without a change after which a partial file is considered abandoned."""
 _MALFORMED: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -61,8 +56,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of a new file, which replaces ``path`` when the ``with`` block ends.
 
     After an error, it is removed instead. Several processes may write ``path`` at once; the last to finish
-    wins. With ``durable``, the file and its directory entry are flushed to the disk, and partial files of
-    killed writers are removed.
+    wins. With ``durable``, the file and its directory entry are flushed to the disk.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
@@ -72,18 +66,9 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         partial.replace(path)
         if durable:
             sync(path.parent)
-            _sweep(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
-
-
-def _sweep(path: Path) -> None:
-    """Remove old partial files, which killed writers of ``path`` have left."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - _LONGEST_S:
-                left.unlink()
 
 
 def sync(path: Path) -> None:
@@ -103,8 +88,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         said = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
-        where = re.sub(rf"\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}$", "", str(getattr(error, "filename", None) or path))
-        raise EnvironmentLacks(f"cannot be written: {said}", where, hint="make room there, or name another folder") from None
+        raise EnvironmentLacks(f"cannot be written: {said}", str(path), hint="make room there, or name another folder") from None
 
 
 def write_whole(path: Path, data: str | bytes) -> None:

@@ -367,22 +367,24 @@ def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
         return path if "\0" in path else str((base / path).resolve())
 
     _replace_files(data, absolute, folders=True)
-    tune = data.get("tune")
-    if isinstance(tune, dict) and isinstance(storage := tune.get("storage"), str) and "://" not in storage:
-        tune["storage"] = absolute(storage)
+    if "://" not in str(data.get("tune")):
+        _replace(data.get("tune"), "storage", absolute)
 
 
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
     """Replace each file name (and folder name) in undecoded data with ``change(name)``."""
     workload, cluster = (table if isinstance(table := data.get(name), dict) else {} for name in ("workload", "cluster"))
-    models = [(workload, "model")] if str(workload.get("model")).endswith(".json") else []
-    churn = [(rows, "trace")] if isinstance(rows := cluster.get("churn"), dict) else []
-    for table, key in ((workload, "profile"), *models, *churn):
-        if isinstance(table.get(key), str):
-            table[key] = change(table[key])
+    _replace(workload, "profile", change)
+    _replace(cluster.get("churn"), "trace", change)
+    if str(workload.get("model")).endswith(".json"):
+        _replace(workload, "model", change)
     if isinstance(logs := cluster.get("measured"), str | list):
-        named_logs = logs if isinstance(logs, list) else [logs]
-        cluster["measured"] = [change(one) if isinstance(one, str) else one for one in named_logs]
+        cluster["measured"] = [change(one) if isinstance(one, str) else one for one in (logs if isinstance(logs, list) else [logs])]
     prefix, colon, path = str(workload.get("data")).partition(":")
     if prefix + colon in _FILE_DATA and (folders or prefix != "imagenet"):
         workload["data"] = prefix + colon + change(path)
+
+
+def _replace(table: object, key: str, change: Callable[[str], str]) -> None:
+    if isinstance(table, dict) and isinstance(table.get(key), str):
+        table[key] = change(table[key])

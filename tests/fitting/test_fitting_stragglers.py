@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,21 +71,6 @@ def test_a_profile_draws_the_steps_that_were_measured(seed: int, tmp_path: Path)
     assert isinstance(blocks, Blocks)
 
 
-@pytest.mark.slow
-def test_independent_draws_of_the_same_steps_are_other_steps(tmp_path: Path) -> None:
-    """What the test above would not see by ranks alone: without blocks the slowest rank takes longer, and neighbours are not alike."""
-    times = measured(5000, 0)
-    found = fit_stragglers(times)
-    slow, blocks = found.entries
-    assert isinstance(blocks, Blocks)
-    apart = Blocks(values=(tuple(np.ravel(blocks.values)),), block_steps=1)
-    again = simulated(dataclasses.replace(found, entries=(slow, apart)), tmp_path).max(axis=0)
-    fast = simulated(dataclasses.replace(found, entries=(apart,)), tmp_path).max(axis=0)
-    level = (times / np.array([[1.0], [1.0], [1.4], [1.0]])).max(axis=0)
-    assert np.median(fast) > 1.03 * np.median(level)
-    assert abs(np.corrcoef(again[1:], again[:-1])[0, 1]) < 0.03
-
-
 def test_few_steps_are_drawn_as_they_are() -> None:
     """In forty thousand draws of 400 steps, every measured value has its share, and ranks' values of a step stay together."""
     times = drawn([JITTER, NodeShock(mean=0.2)], 2, 400)
@@ -100,20 +84,6 @@ def test_few_steps_are_drawn_as_they_are() -> None:
     assert (np.bincount(nearest, minlength=400) > 0).all()
     assert (np.diff(nearest) % 400 == 1).mean() == pytest.approx(1 - 1 / 40, abs=0.005)
     Cluster(trainers_per_node=2, stragglers=found.entries)  # and a cluster takes them
-
-
-@pytest.mark.parametrize(("ranks", "steps", "num_kept"), [(100, 1000, 200), (5000, 30, 20)])
-def test_many_steps_are_thinned_by_blocks(ranks: int, steps: int, num_kept: int) -> None:
-    """Of more than 20,000 values: so many steps are kept, from begin to end, and the mean is the measured one within 2 %."""
-    times = drawn([JITTER], ranks, steps)
-    found = fit_stragglers(times)
-    (blocks,) = found.entries
-    assert isinstance(blocks, Blocks)
-    assert (len(blocks.values), len(blocks.values[0])) == (ranks, num_kept)
-    kept = found.base * 1e-9 * (1 + np.array(blocks.values))
-    assert kept.mean() == pytest.approx(times.mean(), rel=0.02)
-    assert kept[:, [0, -1]] == pytest.approx(times[:, [0, -1]], rel=1e-5)
-    assert any(f"from {num_kept} of {steps} steps" in text for text in found.statements)
 
 
 def test_a_rank_that_is_slow_in_one_part_of_the_run_only_is_no_slow_rank() -> None:
@@ -151,16 +121,6 @@ def test_a_slow_rank_is_found_among_many(ranks: int) -> None:
         factors, _ = rank_factors(times)
         assert factors[1] == pytest.approx(1.5, rel=0.2)
         assert sum(factor > 1 for factor in factors) <= 2
-
-
-def test_few_steps_tell_no_slow_rank() -> None:
-    """Six steps, or nineteen, even of a rank that takes twice as long: it may have been slow for a while."""
-    for steps in (6, 19):
-        times = np.full((4, steps), BASE_S)
-        times[2] *= 2
-        factors, said = rank_factors(times)
-        assert factors == [1.0] * 4
-        assert f"too few steps to tell a slow rank: {steps} a rank" in said
 
 
 @pytest.mark.parametrize(

@@ -57,14 +57,6 @@ def test_none_for_this_workload_is_an_error_that_says_where_it_looked(tmp_path: 
         text_of(tmp_path / "nowhere", key())
 
 
-def test_a_stored_recommendation_that_is_no_text_is_an_error(tmp_path: Path) -> None:
-    """One bit is enough for that; the file is named."""
-    path = keep(tmp_path, key(), DistributedStrategy(nccl_comm_num=2), "USE")
-    path.write_bytes(path.read_bytes().replace(b"U", b"\xd5", 1))
-    with pytest.raises(ConfigError, match=f"{key()}.toml: .*utf-8"):
-        text_of(tmp_path, key())
-
-
 def test_the_environment_names_the_folder() -> None:
     """Otherwise it lies beside the runs."""
     assert folder_of({VARIABLE: "/shared/recommended"}) == Path("/shared/recommended")
