@@ -67,7 +67,7 @@ def test_the_best_bucket_is_the_one_worked_out_by_hand(tmp_path: Path) -> None:
     assert [(knob.name, round(knob.worth, 3)) for knob in found.knobs] == [("fusion", round(46 / 22, 3))]
     assert found.low < found.speedup < found.high
     text = (folder / "recommended.toml").read_text(encoding="utf-8")
-    assert text.splitlines()[1].startswith("# SIMULATED, declared compute: use ")
+    assert text.splitlines()[0].startswith("# SIMULATED, declared compute: use ")
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy != _experiment().strategy
 
 
