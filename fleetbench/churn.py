@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fleetbench.config import Config, at_least
+from fleetbench.digests import read_text
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import read_file, text_of
 from fleetbench.quantities import Nanoseconds, parse_duration
 
 LONGEST = 10**17
@@ -137,7 +137,7 @@ def with_trace(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rows(path: str) -> list[dict[str, Any]]:
-    lines = list(csv.reader((text_of(read_file(path, _CSV, _TRACE)) or "").rstrip().splitlines()))
+    lines = list(csv.reader(read_text(path, _CSV, _TRACE).rstrip().splitlines()))
     header = [name.strip().lower() for name in lines[0]] if lines else []
     if not {"time_s", "nodes"} <= set(header) <= {"time_s", "zone", "nodes"}:
         raise ConfigError("line 1 is not the header of a trace", f"{_TRACE}: {path}", ",".join(header), _CSV)

@@ -1,12 +1,12 @@
-"""Collective logs: times in the output of nccl-tests.
+"""Collective logs: times in the printed output of nccl-tests (2.0 and later).
 
-A run lists its ranks, then a row per size. It is of one kind of collective, among all ranks, if its rates are
+A run counts as a whole or not at all. It counts if its name is that of the collective, no sum was wrong, and
+the rates of all its rows are those of the listed ranks: as nccl-tests' doc/PERFORMANCE.md derives,
 
-    algbw = size / time,    busbw = 2 (n - 1) / n algbw,
+    busbw = 2 (n - 1) / n algbw    for an all-reduce, and (n - 1) / n algbw for the other kinds.
 
-as nccl-tests' doc/PERFORMANCE.md derives them; busbw is (n - 1) / n algbw for an all-gather and a
-reduce-scatter. A line may start with anything: labels of ``mpirun --tag-output`` and of ``srun --label``, time
-stamps, ``#`` or nothing.
+Versions before 2.16 print no name. Their runs count as all-reduces if they reduce without a root, and their
+rates say so. A line may start with anything, such as the labels of ``mpirun --tag-output``.
 """
 
 import re
@@ -16,70 +16,43 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from fleetbench.digests import read_text
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import read_file, text_of
 from fleetbench.quantities import counted
 
 NAME = "all_reduce"
-KINDS = (NAME, "all_gather", "reduce_scatter")
+KINDS = (NAME, "reduce_scatter", "all_gather")
 """Kinds of collectives that ``cluster.measured`` may read from a log. Except for all-reduce, the log must name
-the kind, as nccl-tests does since 2.16."""
-_TOLERANCE = 0.02
-"""Largest relative error of a rate."""
-_DIGIT = 0.011
-"""Largest absolute error of a rate in GB/s, which is printed with two digits after the point, and of the time."""
-_LARGE = 1.0
-"""Least ``algbw`` in GB/s of a row whose rates identify the collective."""
-_LINE = re.compile(
-    r"Collective test starting:\s*(?P<name>\S+)"
-    r"|\b(?P<setup>nThread) \d+ nGpus \d+"
-    r"|\bRank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\b"
-    r"|\b(?P<header>size\s+count\s+type\b.*\bbusbw\b.*)"
-    r"|Out of bounds values\s*:\s*\d+\s+(?P<failed>FAILED)"
-    r"|(?<![\w.])(?P<nbytes>\d+)\s+\d+\s+(?:u?int\d*|u?char|half|float|double|bfloat16|f8\w+|fp8\w*)\s+(?P<values>\S.*)"
-)
+the kind."""
+_LINES: dict[str, str] = {
+    "name": r"Collective test starting:\s*(?:\S*/)?(\w+?)_perf",
+    "setup": r"\bnThread \d+ nGpus \d+",
+    "rank": r"\bRank\s+(\d+)\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\b",
+    "header": r"\bsize\s+count\s+type\b.*\bbusbw\b.*",
+    "failed": r"Out of bounds values\s*:\s*\d+\s+FAILED",
+    "row": r"(?<![\w.])(\d+)\s+\d+\s+(?:u?int|u?char|half|float|double|bfloat|f8|fp8)\w*\s+(\S.*)",
+}
+_TELLING_GBPS = 0.5
+"""Least ``algbw`` in GB/s whose printed digits tell collectives apart."""
 
 
-class Row(NamedTuple):
-    """Row of a run, for one size."""
-
-    where: str
-    nbytes: int
-    values: Mapping[str, str]
-    """Values by column, as printed. Of columns with one name the last counts, whose collectives are in place,
-    as in training."""
-
-
-@dataclass(slots=True)
-class Run:
-    """Output of one benchmark."""
-
-    name: str = ""
-    """Name of the collective, such as ``all_reduce``; empty if the output does not name it."""
-    ranks: set[int] = field(default_factory=set)
-    groups: set[str | None] = field(default_factory=set)
-    columns: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    failed: bool = False
-    """Whether some sum was wrong."""
-
-    def add(self, where: str, nbytes: int, words: list[str]) -> None:
-        """Add a row. A smaller size than before is of another run, whose beginning is missing: no more is added."""
-        if self.rows and nbytes <= self.rows[-1].nbytes:
-            self.columns = []
-        elif nbytes and self.columns and len(words) >= len(self.columns):
-            told = list(zip(self.columns, words, strict=False))
-            self.failed |= any(name == "#wrong" and word not in ("0", "N/A") for name, word in told)
-            self.rows.append(Row(where, nbytes, dict(told)))
-
-
-class Collective(NamedTuple):
-    """A correct collective."""
+class AllReduce(NamedTuple):
+    """A correct all-reduce, or a collective of another kind, in place."""
 
     where: str
     nbytes: int
     seconds: float
     ranks: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """Output of one benchmark: ``rows`` have the line's number, the bytes, and the words by column."""
+
+    name: str | None = None
+    ranks: set[int] = field(default_factory=set)
+    rows: list[tuple[int, int, dict[str, str]]] = field(default_factory=list)
+    failed: bool = False
 
 
 def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,106 +69,89 @@ def with_measured(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _measured(path: str) -> list[dict[str, Any]]:
-    """Return a log's collectives by kind and number of ranks, in the form of ``Measured``."""
+    """Return a log's collectives by kind and number of ranks, in the form of ``Measured``.
+
+    If a size occurs several times, its time is the median.
+    """
     hint = "name the output of nccl-tests, or write the points: { trainers = 8, points = [...] }"
-    text = text_of(read_file(path, hint, "cluster.measured")) or ""
+    text = read_text(path, hint, f"cluster.measured: {path}")
     times: dict[tuple[str, int], dict[int, list[float]]] = {}
-    kinds = [kind for kind in KINDS if any(not _reason(run, kind) for run in _runs(text))]
-    for kind in kinds or [NAME]:
+    for kind in {run.name or NAME: None for run in _runs(text) if run.name in (None, *KINDS)} or {NAME: None}:
         for one in all_reduces(text, path, lambda _: None, kind) or ():
             times.setdefault((kind, one.ranks), {}).setdefault(one.nbytes, []).append(one.seconds)
     if not times:
         raise ConfigError("is no output of nccl-tests", "cluster.measured", repr(path), hint)
     return [
-        {
-            "kind": kind,
-            "trainers": ranks,
-            "points": [{"nbytes": f"{nbytes} B", "took": f"{median(each) * 1e6:.3f} us"} for nbytes, each in sizes.items()],
-        }
-        for (kind, ranks), sizes in times.items()
+        {"kind": kind, "trainers": ranks, "points": [{"nbytes": f"{n} B", "took": f"{median(s) * 1e6:.3f} us"} for n, s in own.items()]}
+        for (kind, ranks), own in times.items()
     ]
 
 
-def all_reduces(text: str, path: str, say: Callable[[str], None], kind: str = NAME) -> list[Collective] | None:
-    """Return the correct collectives of a kind in a text; None if the text is no output of nccl-tests.
+def all_reduces(text: str, path: str, say: Callable[[str], None], kind: str = NAME) -> list[AllReduce] | None:
+    """Return the correct collectives of a kind in a text; None if the text has no rows of nccl-tests.
 
-    ``say`` receives a note about rows that were left out. Raises ``ConfigError`` if no run is correct.
+    ``say`` receives a note about runs that were left out. Raises ``ConfigError`` if no run is correct.
     """
-    runs = list(_runs(text))
-    if not runs:
-        return None
-    found: list[Collective] = []
+    runs = _runs(text)
+    found: list[AllReduce] = []
     left_out: Counter[str] = Counter()
     for run in runs:
-        if reason := _reason(run, kind):
+        if (reason := _reason(run, kind)) is not None:
             left_out[reason] += len(run.rows)
         else:
-            found += [Collective(f"{path}, {row.where}", row.nbytes, float(row.values["time"]) * 1e-6, len(run.ranks)) for row in run.rows]
+            found += [AllReduce(f"{path}, line {line}", size, float(row["time"]) * 1e-6, len(run.ranks)) for line, size, row in run.rows]
     words = "; ".join(f"{counted(number, 'row')} {reason}" for reason, number in left_out.items())
-    if not found:
+    if runs and not found:
         hint = f"run {kind}_perf among all ranks, built with MPI=1 for several processes, with its check"
         raise ConfigError(f"holds no correct {kind.replace('_', '-')}", path, words, hint)
     if words:
         say(f"left out of {path}: {words}")
-    return found
+    return found if runs else None
 
 
-def _reason(run: Run, kind: str) -> str:
-    """Return why a run is left out; empty if it is a correct collective of the kind among all ranks."""
-    n = len(run.ranks)
-    factor = (2 if kind == NAME else 1) * (n - 1) / max(1, n)
-    reduces = [row.values.get("redop", "none") != "none" and row.values.get("root", "-1") == "-1" for row in run.rows]
-    rates = [_number(row.values.get("algbw")) for row in run.rows]
-    is_told = any(rate >= _LARGE for rate in rates) and not (n == 2 and "N/A" in run.rows[-1].values.values())
-    wrong = {
-        f"of {run.name}": run.name not in (kind, ""),
-        "without a list of ranks": not n,
-        "of one rank, which reduces nothing (nccl-tests without MPI)": n == 1,
-        f"of {len(run.groups)} groups at once (NCCL_TESTS_SPLIT)": len(run.groups) > 1,
-        "without a time of the collective": any("time" not in row.values for row in run.rows),
-        "whose sums were wrong": run.failed,
-        "of another collective, or too small to tell": not run.name and (kind != NAME or not all(reduces) or not is_told),
-        f"whose algbw or busbw is not that of {n} ranks": not all(map(_fits, run.rows, [factor] * len(run.rows))),
-    }
-    return next((reason for reason, is_so in wrong.items() if is_so), "")
+def _reason(run: _Run, kind: str) -> str | None:
+    """Return why a run is left out; None if it is a correct collective of the kind among all ranks."""
+    n, rows = len(run.ranks), [row for _, _, row in run.rows]
+    if (run.name or NAME) != kind:
+        return f"of {run.name or 'a collective without a name'}"
+    if n < 2:
+        return "without several ranks (nccl-tests without MPI, or output without its list of ranks)"
+    if run.failed:
+        return "whose sums were wrong"
+    factor = (2 if kind == NAME else 1) * (n - 1) / n
+    rates = [(float(row["algbw"]), float(row["busbw"])) for row in rows]
+    fits = all(abs(bus - factor * alg) <= 0.006 * (1 + factor) + 2e-3 * bus for alg, bus in rates)
+    is_sum = all(row.get("redop", "none") != "none" and row.get("root", "-1") == "-1" and "N/A" not in row.values() for row in rows)
+    if not fits or (run.name is None and not (is_sum and max(rates)[0] >= _TELLING_GBPS)):
+        return f"that are not shown to be of an {kind.replace('_', '-')} among {n} ranks"
+    return None
 
 
-def _fits(row: Row, factor: float) -> bool:
-    """Whether a row's rates are those of its size and time, and of a collective with this factor."""
-    us, alg, bus = (_number(row.values.get(name)) for name in ("time", "algbw", "busbw"))
-    if us <= 0:
-        return False
-    expected = row.nbytes * 1e-3 / us
-    off = _DIGIT * (1 + expected / us) + _TOLERANCE * expected
-    return abs(alg - expected) <= off and abs(bus - factor * alg) <= 2 * _DIGIT + _TOLERANCE * bus
+def _runs(text: str) -> list[_Run]:
+    return [run for run in _read(text) if run.rows]
 
 
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return float("nan")
-
-
-def _runs(text: str) -> Iterator[Run]:
-    """Yield the runs that have rows."""
-    run = Run()
-    for number, line in enumerate(re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines(), 1):
-        match = _LINE.search(line)
+def _read(text: str) -> Iterator[_Run]:
+    """Yield the runs: the benchmark's name, a line for each rank, then a header and rows."""
+    run, columns = _Run(), list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        kind, match = next(((kind, match) for kind, pattern in _LINES.items() if (match := re.search(pattern, line))), ("", None))
         if match is None:
             continue
-        if match["name"] or (match["setup"] and (run.ranks or run.rows)):
-            if run.rows:
-                yield run
-            run = Run(name=re.sub(r"_perf.*", "", (match["name"] or "").rpartition("/")[2]))
-        elif match["rank"]:
-            run.ranks.add(int(match["rank"]))
-            run.groups.add(match["group"])
-        elif match["header"]:
-            run.columns = match["header"].split()[3:]
-        elif match["failed"]:
+        if kind in ("name", "setup", "header") and run.rows:
+            yield run
+            run, columns = _Run(), []
+        if kind == "name":
+            run.name = match[1]
+        elif kind == "rank":
+            run.ranks.add(int(match[1]))
+        elif kind == "header":
+            columns = match[0].split()[3:]
+        elif kind == "failed":
             run.failed = True
-        elif match["values"]:
-            run.add(f"line {number}", int(match["nbytes"]), match["values"].split())
-    if run.rows:
-        yield run
+        elif kind == "row" and "time" in columns and len(words := match[2].split()) >= len(columns):
+            row = dict(zip(columns, words, strict=False))  # of columns with the same name the last counts: in place, as in training
+            run.failed |= row.get("#wrong", "0") not in ("0", "N/A")
+            if all(re.fullmatch(r"[\d.]+", row[name]) for name in ("time", "algbw", "busbw")):
+                run.rows.append((number, int(match[1]), row))
+    yield run

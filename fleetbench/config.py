@@ -14,7 +14,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from fleetbench import quantities as q
 from fleetbench.errors import ConfigError
@@ -36,19 +36,6 @@ class Config:
 
     __slots__ = ()
 
-    def __init_subclass__(cls) -> None:
-        """Make assignments to a frozen subclass raise an error that says how to change a value."""
-        if "__setattr__" in cls.__dict__:  # only the slotted copy already has it; on the first class the decorator sets its own later
-            cls.__setattr__ = _refuse_assignment  # type: ignore[assignment]  # it never returns
-
-    def __new__(cls, *args: Any, **fields: Any) -> Self:  # noqa: ARG004  # dataclasses fill them in
-        """Raise ``ConfigError`` for an unknown field, as reading a file does."""
-        known = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
-        if not fields.keys() <= known.keys():
-            name = next(name for name in fields if name not in known)
-            raise unknown_key(name, name, known, repr(fields[name]))
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name, hint in field_types(type(self)).items():  # type: ignore[arg-type]  # classes are hashable
             value = getattr(self, name)
@@ -65,13 +52,6 @@ class Config:
     def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return the table with keys renamed that a file may spell differently; by default, unchanged."""
         return dict(data)
-
-
-def _refuse_assignment(self: Config, name: str, value: object) -> NoReturn:
-    known = field_types(type(self))  # type: ignore[arg-type]  # classes are hashable
-    if name in known:
-        raise dataclasses.FrozenInstanceError(f"{name} cannot be assigned\nHINT: make another value: .replace({name}={value!r})")
-    raise dataclasses.FrozenInstanceError(f"{type(self).__name__} has no field {name!r}{nearest(name, known)}")
 
 
 def at_least(config: Config, least: float, *names: str, most: float = math.inf, above: bool = False) -> None:
@@ -166,16 +146,15 @@ def _read_generic(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
     if origin is dict and isinstance(value, Mapping):
         items = ((_read(key, arguments[0], where, of_file=of_file), item) for key, item in value.items())
         return {key: _read(item, arguments[1], _path(where, key), of_file=of_file) for key, item in items}
-    if of_file and isinstance(value, Mapping) and all(map(_is_config, _options(arguments[0]))):
-        example = "a table of a list has two brackets: [[...]]; or write a list: [{ key = value }]"
-        raise ConfigError("is a list of tables, and one table is given", where, repr(value), example)
     raise _expected(hint, where, value)
 
 
 def _expected(hint: Any, where: str, value: Any) -> ConfigError:
     """Return the error for a value that is not of the type ``hint``."""
     example = 'write 1e7 for ten million; text and quantities stand in quotes: "20 us"; lists are [...], tables { key = value }'
-    return ConfigError(f"expected {_described(hint)}", where, repr(value), example)
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list", dict: "a table"}
+    said = [kinds.get(_origin(option) or option) or ("a table" if _is_config(option) else str(option)) for option in _options(hint)]
+    return ConfigError(f"expected {' or '.join(said)}", where, repr(value), example)
 
 
 def _read_union(value: Any, hint: Any, where: str, *, of_file: bool) -> Any:
@@ -213,8 +192,7 @@ def _read_table(value: Mapping[str, Any], cls: type[Config], where: str) -> Conf
     read = {name: _read(data[name], hint, _path(where, name), of_file=True) for name, hint in known.items() if name in data}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # every subclass is a dataclass
         if field.name not in data and field.default is field.default_factory:  # both are MISSING: the field has no default
-            beside = f" beside {', '.join(data)}" if data else ""
-            raise ConfigError(f"this key is missing{beside}", _path(where, field.name), hint=f"add {field.name}")
+            raise ConfigError("this key is missing", _path(where, field.name), hint=f"add {field.name}")
     return _below(where, lambda: cls(**read))
 
 
@@ -231,22 +209,6 @@ def _below(where: str, make: Callable[[], T]) -> T:
         raise type(error)(error.what, place, error.value, error.hint) from None
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ConfigError(str(error), where, hint="check what the file says there") from None
-
-
-_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _described(hint: Any) -> str:
-    """Describe the values of a type in words."""
-    if _origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(map(_described, _options(hint)))
-    if _origin(hint) is tuple:
-        return f"a list of {_described(typing.get_args(hint)[0])}"
-    if _origin(hint) is typing.Literal:
-        return " or ".join(f'"{value}"' for value in typing.get_args(hint))
-    if _origin(hint) is dict or _is_config(hint):
-        return "a table"
-    return _TYPES.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def nearest(name: Any, known: typing.Iterable[Any]) -> str:
@@ -282,11 +244,11 @@ def _plain(value: Any, hint: Any) -> Any:
     return value
 
 
-def unknown_key(key: str, where: str, known: Iterable[str], value: str | None = None) -> ConfigError:
+def unknown_key(key: str, where: str, known: Iterable[str]) -> ConfigError:
     """Return the error for an unknown key, with the nearest known one."""
     names = list(known)
     hint = nearest(key, names).removeprefix(". ") or f"known keys: {', '.join(names)}"
-    return ConfigError("unknown key", where, value, hint)
+    return ConfigError("unknown key", where, hint=hint)
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -1,20 +1,16 @@
-"""Digests: files carry a digest, so that damage is detected and damaged files are refused.
+"""Files: reading with errors that name the file, atomic writing, and digests that detect damage.
 
-- Text that a user may edit, such as a strategy: the first line is ``# sha256 = HEX``, a digest of the other
-  lines. Without that line the text is accepted as it is.
 - JSON: the key ``sha256`` holds a digest of all other keys.
 - Folders: ``manifest.json`` holds the digest of every other file under ``files``, and its own.
+- TOML holds no digest: users may edit it.
 """
 
 import contextlib
-import glob
+import gzip
 import hashlib
 import json
 import os
-import re
 import secrets
-import stat
-import time
 import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,10 +22,7 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 MANIFEST = "manifest.json"
 
 _KEY = "sha256"
-_FIRST = f"# {_KEY} = "
 _PARTIAL = ".partial"
-_LONGEST_S = 3600.0
-"""Seconds without a change after which a partial file is considered abandoned."""
 _MALFORMED: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
@@ -41,10 +34,9 @@ _MALFORMED: tuple[type[Exception], ...] = (
     EOFError,
     zlib.error,
 )
-_COPIES = 4
-"""Number of copies of a table in memory while it is read."""
-_NO_MANIFEST: tuple[type[Exception], ...] = (OSError, *_MALFORMED)
-"""Exceptions raised by reading a manifest that is missing or was written by another program."""
+MOST_BYTES = 2**28
+"""Largest size of a file that a user names, decompressed, in bytes."""
+_GZIP = b"\x1f\x8b"
 
 
 @contextlib.contextmanager
@@ -64,8 +56,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of a new file, which replaces ``path`` when the ``with`` block ends.
 
     After an error, it is removed instead. Several processes may write ``path`` at once; the last to finish
-    wins. With ``durable``, the file and its directory entry are flushed to the disk, and partial files of
-    killed writers are removed.
+    wins. With ``durable``, the file and its directory entry are flushed to the disk.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
     try:
@@ -75,18 +66,9 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[Path]:
         partial.replace(path)
         if durable:
             sync(path.parent)
-            _sweep(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
-
-
-def _sweep(path: Path) -> None:
-    """Remove old partial files, which killed writers of ``path`` have left."""
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PARTIAL}"):
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - _LONGEST_S:
-                left.unlink()
 
 
 def sync(path: Path) -> None:
@@ -106,8 +88,7 @@ def writing(path: Path, *also: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         said = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0] or type(error).__name__
-        where = re.sub(rf"\.[0-9a-f]{{8}}{re.escape(_PARTIAL)}$", "", str(getattr(error, "filename", None) or path))
-        raise EnvironmentLacks(f"cannot be written: {said}", where, hint="make room there, or name another folder") from None
+        raise EnvironmentLacks(f"cannot be written: {said}", str(path), hint="make room there, or name another folder") from None
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
@@ -116,50 +97,31 @@ def write_whole(path: Path, data: str | bytes) -> None:
         partial.write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
-def refuse_large_table(file: Any, where: str) -> None:
-    """Raise ``EnvironmentLacks`` for a Parquet file whose table does not fit into free memory.
+def read_file(path: str | Path, hint: str, where: str | None = None, most: int = MOST_BYTES) -> bytes:
+    """Return all bytes of a file, decompressed if it is gzip; ``where`` is its name in errors.
 
-    A few compressed bytes may stand for billions of numbers. ``file`` is a path or an open file.
+    Raises ``ConfigError`` if it cannot be read, is a device, or has more than ``most`` bytes.
     """
-    import psutil
-    from pyarrow import parquet
-
-    metadata = parquet.read_metadata(file)
-    groups = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
-    needed, free = _COPIES * max(8 * metadata.num_rows * metadata.num_columns, sum(groups)), psutil.virtual_memory().available
-    if needed > free:
-        size = f"{metadata.num_rows:,} rows of {metadata.num_columns} columns"
-        what = f"its {size} take {needed / 2**30:.3g} GiB of memory to be read"
-        raise EnvironmentLacks(what, where, f"{free / 2**30:.3g} GiB free", "read it on a machine with more memory")
-
-
-def read_text(path: str | Path, hint: str) -> str:
-    """Return the text of a file, without a byte-order mark.
-
-    Raises ``ConfigError`` if it cannot be read, or differs from the manifest of its folder.
-    """
-    check_file(Path(path))
-    with reading(path, hint):
-        try:
-            return Path(path).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"not a text file: {error}", str(path), hint=hint) from None
+    with reading(where or path, hint), Path(path).open("rb") as file:
+        if Path(path).is_char_device():
+            raise ValueError("it is a device")
+        is_gzip = file.read(len(_GZIP)) == _GZIP
+        file.seek(0)
+        data = (gzip.GzipFile(fileobj=file) if is_gzip else file).read(most + 1)
+        if len(data) > most:
+            raise ValueError(f"it is larger than {most // 2**20} MiB")
+    return data
 
 
-def sealed(text: str) -> str:
-    """Return the text preceded by a line with its digest."""
-    return f"{_FIRST}{_sha256(text)}\n{text}"
+def read_text(path: str | Path, hint: str, where: str | None = None) -> str:
+    """Return the text of a file in UTF-8, without a byte-order mark. Raises as ``read_file``."""
+    data = read_file(path, hint, where)
+    with reading(where or path, hint):
+        return data.decode("utf-8-sig")
 
 
 def read_toml(text: str, where: str, hint: str) -> dict[str, Any]:
-    """Parse the text of a TOML file.
-
-    Raises ``ConfigError`` if it is not TOML, or its digest line does not match.
-    """
-    first, _, rest = text.partition("\n")
-    if first.startswith(_FIRST.rstrip(" =")) and first != _FIRST + _sha256(rest):
-        edited = "remove the line after editing (the first); a file that you did not edit is damaged: write it again"
-        raise ConfigError("is not what was written: its digest differs", where, hint=edited)
+    """Parse the text of a TOML file. Raises ``ConfigError`` if it is not TOML."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of five thousand digits, or a thousand brackets
@@ -173,22 +135,16 @@ def sealed_json(data: Mapping[str, Any]) -> str:
 
 
 def read_json(text: str) -> dict[str, Any]:
-    """Return the data in a text of ``sealed_json``, without the digest, which is optional.
+    """Return the data in a text of ``sealed_json``, without the digest.
 
-    Raises ``ValueError`` if the digest does not match.
+    Raises ``ValueError`` if the digest is missing or does not match.
     """
-    return _opened(text)[0]
-
-
-def _opened(text: str) -> tuple[dict[str, Any], bool]:
-    """Return the data of a JSON text, and whether it had a digest."""
     data = json.loads(text)
     if not isinstance(data, dict):
         raise TypeError("holds no table")
-    said = data.pop(_KEY, None)
-    if said is not None and said != json_digest(data):
+    if data.pop(_KEY, None) != json_digest(data):
         raise ValueError("its digest differs from what was written")
-    return data, said is not None
+    return data
 
 
 def digests_of(folder: Path) -> dict[str, str]:
@@ -197,39 +153,12 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 
 def read_manifest(folder: Path, hint: str) -> dict[str, Any]:
-    """Return a folder's manifest after checking all files.
-
-    Raises ``ConfigError`` if a file does not match, or if the manifest has no digests.
-    """
-    path = folder / MANIFEST
-    with reading(path, hint):
-        manifest, is_sealed = _opened(path.read_text(encoding="utf-8"))
-        files = manifest.get("files")
-        if "schema" not in manifest or not is_sealed or not isinstance(files, dict):
-            raise ValueError("its schema or digests are missing")
+    """Return a folder's manifest after checking all files. Raises ``ConfigError`` if a file does not match."""
+    with reading(folder / MANIFEST, hint):
+        manifest = read_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
     check_files(folder, files, files, hint)
     return manifest
-
-
-def check_file(path: Path) -> None:
-    """Raise ``ConfigError`` for a device, or a file that does not match its digest in its folder's manifest.
-
-    Files that no manifest lists are not checked.
-    """
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError):  # the function that reads the file reports the reason
-        return
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise ConfigError("is a device, not a file", str(path), hint="name a file")
-    try:
-        manifest, is_ours = _opened((path.parent / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-        is_known = path.name in files
-    except _NO_MANIFEST:
-        return
-    if is_ours and is_known:
-        check_files(path.parent, files, [path.name], "it was changed after its run: change a copy in another folder")
 
 
 def check_files(folder: Path, files: Mapping[str, str], names: Iterable[str], hint: str) -> None:
@@ -243,7 +172,6 @@ def check_files(folder: Path, files: Mapping[str, str], names: Iterable[str], hi
 
 def digest_of(path: str | Path, hint: str) -> str:
     """Return the digest of a file's content. Raises ``ConfigError`` if it cannot be read."""
-    check_file(Path(path))
     with reading(path, hint):
         return file_digest(Path(path))
 

@@ -23,7 +23,7 @@ from fleetbench.churn import with_trace
 from fleetbench.cluster import Cluster
 from fleetbench.collective_logs import with_measured
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
-from fleetbench.digests import digest_of, json_digest, read_text, read_toml, sealed, write_whole
+from fleetbench.digests import digest_of, json_digest, read_text, read_toml, write_whole
 from fleetbench.environment import check_environment
 from fleetbench.errors import ConfigError
 from fleetbench.exclusions import check_hierarchy, check_workers
@@ -297,8 +297,8 @@ class Experiment(Config):
         return tomli_w.dumps(encode(self))
 
     def save(self, path: Path) -> None:
-        """Write the experiment as TOML, with a digest, atomically."""
-        write_whole(path, sealed(self.to_toml()))
+        """Write the experiment as TOML, atomically."""
+        write_whole(path, self.to_toml())
 
     @property
     def transport(self) -> str:
@@ -364,24 +364,24 @@ def _make_paths_absolute(data: dict[str, Any], base: Path) -> None:
         return path if "\0" in path else str((base / path).resolve())
 
     _replace_files(data, absolute, folders=True)
-    tune = data.get("tune")
-    if isinstance(tune, dict) and isinstance(storage := tune.get("storage"), str) and "://" not in storage:
-        tune["storage"] = absolute(storage)
+    if "://" not in str(data.get("tune")):
+        _replace(data.get("tune"), "storage", absolute)
 
 
 def _replace_files(data: dict[str, Any], change: Callable[[str], str], *, folders: bool = False) -> None:
     """Replace each file name (and folder name) in undecoded data with ``change(name)``."""
     workload, cluster = (table if isinstance(table := data.get(name), dict) else {} for name in ("workload", "cluster"))
-    entries = cluster.get("stragglers")
-    named = [(entry, "path") for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)]
-    models = [(workload, "model")] if str(workload.get("model")).endswith(".json") else []
-    churn = [(rows, "trace")] if isinstance(rows := cluster.get("churn"), dict) else []
-    for table, key in ((workload, "profile"), *models, *named, *churn):
-        if isinstance(table.get(key), str):
-            table[key] = change(table[key])
+    _replace(workload, "profile", change)
+    _replace(cluster.get("churn"), "trace", change)
+    if str(workload.get("model")).endswith(".json"):
+        _replace(workload, "model", change)
     if isinstance(logs := cluster.get("measured"), str | list):
-        named_logs = logs if isinstance(logs, list) else [logs]
-        cluster["measured"] = [change(one) if isinstance(one, str) else one for one in named_logs]
+        cluster["measured"] = [change(one) if isinstance(one, str) else one for one in (logs if isinstance(logs, list) else [logs])]
     prefix, colon, path = str(workload.get("data")).partition(":")
     if prefix + colon in _FILE_DATA and (folders or prefix != "imagenet"):
         workload["data"] = prefix + colon + change(path)
+
+
+def _replace(table: object, key: str, change: Callable[[str], str]) -> None:
+    if isinstance(table, dict) and isinstance(table.get(key), str):
+        table[key] = change(table[key])

@@ -27,7 +27,13 @@ cudnn_batchnorm_spatial_persistent num_iteration_per_run use_thread_barrier enab
 NO_EFFECT = frozenset(_NO_EFFECT.split())
 """Names of Fleet's fields for details of Paddle's executor that have no equivalent in torch."""
 _REMOVED = frozenset({"overlap_push", "reduce_in_node"})
-"""Switches of older versions that stored results may contain. They are skipped if they are off, else refused."""
+"""Switches of older versions that recorded tunings contain. They are skipped if they are off, else refused."""
+_MOVED = {
+    "local_sgd_steps": ("localsgd_configs", "k_steps"),
+    "local_sgd_is_warm_steps": ("localsgd_configs", "warmup_epochs"),
+    "recompute_checkpoints": ("recompute_configs", "checkpoints"),
+}
+"""Table and field of ours for each older key that stood outside of a table."""
 
 
 class FieldHasNoEffect(UserWarning):
@@ -36,48 +42,42 @@ class FieldHasNoEffect(UserWarning):
 
 def translate(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a strategy's table with current names. Raises ``ConfigError`` for a field that is set twice."""
-    flat: dict[str, Any] = {}
+    rows: list[tuple[str, Any]] = []
     for key, value in data.items():
         inside = key in ("execution_strategy", "exec_strategy") and isinstance(value, Mapping)
-        for name, item in _of_execution_strategy(value, key) if inside else ((key, value),):
-            if name in flat:
-                raise ConfigError("is set twice, here and in another table", name, repr(item), f"keep {name}")
-            flat[name] = item
-    build = flat.get("build_strategy")
+        rows += [(_of_execution_strategy(name, key), item) for name, item in value.items()] if inside else [(key, value)]
+    found: dict[str, Any] = {}
+    for key, value in rows:
+        if not _without_effect(key) and not (key in _REMOVED and value is False):
+            _set(found, ALIASES.get(key, key), value, key)
+    build = found.get("build_strategy")
     if isinstance(build, Mapping):
-        flat["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
-    translated: dict[str, Any] = {}
-    for key, value in flat.items():
-        if _without_effect(key) or (key in _REMOVED and value is False):
-            continue
-        name = ALIASES.get(key, key)
-        if name in translated or (name != key and name in flat):
-            raise ConfigError(f"is set twice, as {name} and by an older name", key, repr(value), f"keep {name}")
-        translated[name] = value
-    _read_old_local_sgd(translated)
-    _read_old_modes(translated)
-    if "recompute_checkpoints" in translated:
-        _move_into(translated, "recompute_configs", {"recompute_checkpoints": "checkpoints"})
-        translated.setdefault("recompute", True)
-    return translated
+        found["build_strategy"] = {key: item for key, item in build.items() if not _without_effect(key)}
+    for old, (table, new) in _MOVED.items():
+        if old in found:
+            configs = found.setdefault(table, {})
+            if not isinstance(configs, Mapping):
+                raise ConfigError("expected a table", table, repr(configs), f"give {old} as {new} in it")
+            found[table] = dict(configs)
+            _set(found[table], new, found.pop(old), old)
+            if table == "recompute_configs":
+                found.setdefault("recompute", True)
+            else:
+                found[table].setdefault("schedule", "document")
+    _read_old_modes(found)
+    return found
 
 
-def _of_execution_strategy(table: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
-    for name in table:
-        if name not in EXECUTION_STRATEGY:
-            raise unknown_key(name, f"{where}.{name}", EXECUTION_STRATEGY, repr(table[name]))
-    return [(EXECUTION_STRATEGY[name], value) for name, value in table.items()]
+def _set(table: dict[str, Any], name: str, value: Any, key: str) -> None:
+    if name in table:
+        raise ConfigError(f"is set twice, as {name} and by another name", key, repr(value), f"keep {name}")
+    table[name] = value
 
 
-def _move_into(data: dict[str, Any], table: str, names: Mapping[str, str]) -> None:
-    """Move older top-level keys into a ``*_configs`` table, under their current names."""
-    configs = data.get(table, {})
-    if not isinstance(configs, Mapping):
-        raise ConfigError("expected a table", table, repr(configs), "give its keys as a table, or drop the older names")
-    for old, new in names.items():
-        if old in data and new in configs:
-            raise ConfigError(f"is set twice, as {table}.{new} and by an older name", old, repr(data[old]), f"keep {table}.{new}")
-    data[table] = {new: data.pop(old) for old, new in names.items() if old in data} | dict(configs)
+def _of_execution_strategy(name: str, where: str) -> str:
+    if name not in EXECUTION_STRATEGY:
+        raise unknown_key(name, f"{where}.{name}", EXECUTION_STRATEGY)
+    return EXECUTION_STRATEGY[name]
 
 
 def _without_effect(key: str) -> bool:
@@ -86,24 +86,11 @@ def _without_effect(key: str) -> bool:
     return key in NO_EFFECT
 
 
-def _read_old_local_sgd(data: dict[str, Any]) -> None:
-    """Move the old keys ``local_sgd_steps`` and ``local_sgd_is_warm_steps`` into ``localsgd_configs``.
-
-    The schedule becomes ``document``, unless one is set.
-    """
-    old = {"local_sgd_steps": "k_steps", "local_sgd_is_warm_steps": "warmup_epochs"}
-    if old.keys() & data.keys():
-        _move_into(data, "localsgd_configs", old)
-        data["localsgd_configs"] = {"schedule": "document"} | data["localsgd_configs"]
-
-
 def _read_old_modes(data: dict[str, Any]) -> None:
-    collective_mode = data.pop("collective_mode", None)
+    mode = data.pop("collective_mode", None)
     if data.get("mode") in ("nccl2", "grad_allreduce", "local_sgd"):
-        collective_mode = collective_mode or data["mode"]
-        data["mode"] = "collective"
-    if collective_mode == "local_sgd":
-        if not data.setdefault("localsgd", True):
-            raise ConfigError("local_sgd and localsgd = false contradict each other", "collective_mode", "'local_sgd'", "drop one of them")
-    elif collective_mode not in (None, "nccl2", "grad_allreduce"):
-        raise ConfigError("not a collective mode", "collective_mode", repr(collective_mode), "grad_allreduce or local_sgd")
+        mode, data["mode"] = mode or data["mode"], "collective"
+    if mode == "local_sgd" and not data.setdefault("localsgd", True):
+        raise ConfigError("local_sgd and localsgd = false contradict each other", "collective_mode", "'local_sgd'", "drop one of them")
+    if mode not in (None, "nccl2", "grad_allreduce", "local_sgd"):
+        raise ConfigError("not a collective mode", "collective_mode", repr(mode), "grad_allreduce or local_sgd")

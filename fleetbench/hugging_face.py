@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fleetbench.digests import read_text
+from fleetbench.digests import read_text, reading
 from fleetbench.errors import ConfigError
 
 _LLAMA = {
@@ -26,7 +26,6 @@ _KINDS: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 }
 """For each ``model_type``: the registry's model, the file's key for each of the model's options, and the values
 that other keys must have if they are given."""
-_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,33 +46,28 @@ def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(path: str) -> tuple[str, dict[str, Any]]:
-    try:
-        config = json.loads(read_text(path, "workload.model names this file"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not JSON: {error}", path, hint="workload.model names a config.json of Hugging Face") from None
-    kind = str(config.get("model_type") if isinstance(config, dict) else None)
+    hint = "workload.model names a config.json of Hugging Face"
+    text = read_text(path, hint)
+    with reading(path, hint):
+        config = dict(json.loads(text))
+    kind = str(config.get("model_type"))
     if kind not in _KINDS:
         hint = f"one of {', '.join(_KINDS)}; or declare another model's layers in workload.layers"
         raise ConfigError("not a model_type that the registry has", f"{path}: model_type", repr(kind), hint)
     model, keys, required = _KINDS[kind]
-    numbers = {key: config.get(key) for key in (*keys.values(), *_OPTIONAL) if key not in _OPTIONAL or config.get(key) is not None}
-    if wrong := [key for key, value in numbers.items() if type(value) is not int or value < 1]:
-        raise ConfigError(f"needs whole numbers from 1 for {', '.join(wrong)}", path, hint=f"as any config.json of {kind} has")
-    heads, hidden = (config[keys[name]] for name in ("heads", "hidden"))
-    if config.get("head_dim") is None and hidden % heads:
-        raise ConfigError("does not divide the width", f"{path}: {keys['heads']}", repr(heads), f"{keys['hidden']} is {hidden}")
-    if kind == "gpt2":
-        required = {**required, "n_inner": 4 * config["n_embd"]}
+    with reading(path, hint):
+        options: dict[str, Any] = {option: config[key] for option, key in keys.items()}
+        if kind == "gpt2":
+            required = {**required, "n_inner": 4 * config["n_embd"]}
+        if model == "llama":
+            options["kv_heads"] = config.get("num_key_value_heads") or options["heads"]
+            options["head_size"] = config.get("head_dim") or options["hidden"] // options["heads"]
+            options |= {"tied": config.get("tie_word_embeddings", False), "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
+            if (window := config.get("sliding_window")) and config.get("use_sliding_window", True):
+                # in the registry a token attends to all earlier ones, which is the same within the window
+                options["positions"] = min(options["positions"], window)
     for key, value in required.items():
         if config.get(key) not in (None, value):
             what = f"the registry's {model} has {key} = {value!r}"
             raise ConfigError(what, f"{path}: {key}", repr(config[key]), "estimate your own script instead")
-    options: dict[str, Any] = {option: config[key] for option, key in keys.items()}
-    if model == "llama":
-        options["kv_heads"] = numbers.get("num_key_value_heads", options["heads"])
-        options["head_size"] = numbers.get("head_dim", options["hidden"] // options["heads"])
-        options |= {"tied": config.get("tie_word_embeddings", False), "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
-        if "sliding_window" in numbers and config.get("use_sliding_window", True):
-            # in the registry a token attends to all earlier ones, which is the same within the window
-            options["positions"] = min(options["positions"], numbers["sliding_window"])
     return model, options

@@ -11,16 +11,6 @@ T = TypeVar("T")
 
 Need = Literal["", "target", "rounding", "nodes", "loop", "waiting", "model"]
 """Condition on an experiment under which it makes sense to search a field; ``tuner.space.needs`` checks it."""
-_COLLECTIVE = Literal["plan clock", "plan virtual digits", "plan way", "plan virtual way", "plan virtual way restarts"]
-_COMPUTE = Literal[
-    "plan clock restarts",
-    "plan clock time",
-    "plan clock memory",
-    "plan clock time restarts",
-    "plan way time",
-    "plan virtual way time restarts",
-]
-_OF_SERVERS = Literal["servers way", "way", "plan servers clock time", "plan virtual servers way"]
 
 
 class Knob(NamedTuple):
@@ -39,7 +29,7 @@ class Knob(NamedTuple):
       steps.
     """
 
-    says: Literal["", _COLLECTIVE, _COMPUTE, _OF_SERVERS]
+    says: str
     called: str = ""
     """Name of the field for people. Fields with the same name belong together."""
     key: str = ""

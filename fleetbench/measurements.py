@@ -1,8 +1,6 @@
 """Measurements: contents of a profile besides layer tables and links, as plain data."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fleetbench.config import Config
 from fleetbench.quantities import Bytes, Nanoseconds
@@ -117,14 +115,3 @@ class StragglerFit(Config):
     """Entries for ``cluster.stragglers``."""
     rank_factors: tuple[float, ...] = ()
     """Factor on each rank's compute, compared with ranks that are not slow."""
-    correlation: float | None = None
-    """Rank correlation between trainers' compute in the same step; None for one trainer."""
-    quantiles: tuple[Nanoseconds, ...] = ()
-    """Quantiles of a rank's compute per step, at 50, 95 and 99 %."""
-    slowest_quantiles: tuple[Nanoseconds, ...] = ()
-    """Quantiles of the slowest rank's compute per step, at 50, 95 and 99 %."""
-
-    @classmethod
-    def translate(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the table without the fitted laws of older files, which nothing reads any more."""
-        return {name: value for name, value in data.items() if name not in ("shared", "jitter")}

@@ -34,11 +34,4 @@ def _strategy_rows(strategy: DistributedStrategy | None) -> list[tuple[str, str]
     rows = [(key, str(value)) for key, value in flat(strategy.changes())] or [("all fields", "at Fleet's defaults")]
     if strategy.nccl_comm_num > 1 and strategy.sync_nccl_allreduce:
         rows.append(("note", "communicators do not overlap while sync_nccl_allreduce is on"))
-    build = strategy.build_strategy
-    if build.fuse_elewise_add_act_ops or build.fuse_bn_act_ops:
-        rows.append(("note", "torch.compile: every block is one graph, so that buckets still travel beside the backward"))
-    if strategy.mode == "ps" and strategy.a_sync and strategy.a_sync_configs.k_steps < 0:
-        rows.append(("note", "a_sync_configs.k_steps = -1: the optimizer decides, and trainer 0's log says what it became"))
-    if strategy.is_local and strategy.scales_loss:
-        rows.append(("note", "an overflow anywhere skips everybody's update: one small all-reduce in every step"))
     return rows

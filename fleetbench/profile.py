@@ -16,9 +16,10 @@ from typing import Literal
 
 import tomli_w
 
+from fleetbench import units
 from fleetbench.cluster import Link
-from fleetbench.config import Config, decode, encode, flat
-from fleetbench.digests import json_digest, read_text, read_toml, sealed, write_whole
+from fleetbench.config import Config, decode, encode
+from fleetbench.digests import json_digest, read_text, read_toml, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.fields import named, tables_of
@@ -26,7 +27,7 @@ from fleetbench.measurements import CollectivePoint, GradientNoise, Memory, Mode
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable, declared_table, scaled
 from fleetbench.plan.longest_chain import Pace, around_ring, envelope
-from fleetbench.quantities import Nanoseconds, counted
+from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LAYERS
 
@@ -65,11 +66,6 @@ class Communication(Config):
     """Link that each collective sees when two, three, ... are in flight at once."""
     quantise: Nanoseconds = Nanoseconds(0)
     """Compute time of a rank per 10^6 bytes that it sends in INT8: to quantise, add and convert back."""
-
-    def _validate(self) -> None:
-        if any(link.latency < self.link.latency or link.bandwidth > self.link.bandwidth for link in self.in_flight):
-            hint = "take the profile again, or correct its file"
-            raise ConfigError("a collective cannot be faster with others in flight than alone", "in_flight", repr(self.in_flight), hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,23 +144,19 @@ class Profile(Config):
 
     def save(self, path: Path) -> None:
         """Write ``profile.toml``, whole or not at all."""
-        write_whole(path, sealed(tomli_w.dumps(encode(self))))
+        write_whole(path, tomli_w.dumps(encode(self)))
 
 
 def profile_of(experiment: Experiment) -> Profile | None:
     """Return the profile that the experiment names; None if it names none. An unchanged file is read once."""
-    path = experiment.workload.profile
-    if path is None:
+    if (path := experiment.workload.profile) is None:
         return None
-    try:
-        found = Path(path).stat()
-    except (OSError, ValueError):  # the reading function reports what is wrong with it
-        return Profile.load(path)
-    return _read(path, str(Path.cwd()), found.st_ino, found.st_mtime_ns, found.st_size)
+    file = Path(path).absolute()
+    return _read(file, file.stat().st_mtime_ns) if file.is_file() else Profile.load(path)
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: str, *_state: object) -> Profile:
+def _read(path: Path, _changed_ns: int) -> Profile:
     return Profile.load(path)
 
 
@@ -215,16 +207,11 @@ def table_for(experiment: Experiment) -> LayerTable:
         for table in profile.tables:
             if table.key == key:
                 return _emulated(table) if experiment.run.device == EMULATED else as_used(table, experiment.strategy)
-    what = f"the profile holds no layer table of {_computed(experiment)}"
-    raise ConfigError(what, "workload.profile", str(experiment.workload.profile), "drop workload.profile, so that a short profile is taken")
-
-
-def _computed(experiment: Experiment) -> str:
-    """Describe the settings of a layer table in words; of the strategy, only those not at defaults."""
-    workload, fields = experiment.workload, compute_part(experiment.strategy).changes()
-    words = [f"{workload.model} in {workload.dtype}", f"batch {workload.batch_size}", workload.optimizer]
-    words += [f"{counted(experiment.cluster.trainers_per_node, 'trainer')} a node on {experiment.run.device}"]
-    return ", ".join([*words, *(f"{name} = {str(value).lower() if isinstance(value, bool) else value}" for name, value in flat(fields))])
+    workload, changed = experiment.workload, units.changes(compute_part(experiment.strategy).changes())
+    place = f"{experiment.cluster.trainers_per_node} trainers a node on {experiment.run.device}"
+    settings = f"{workload.model}, {workload.dtype}, batch {workload.batch_size}, {workload.optimizer}, {place}, {changed}"
+    hint = "drop workload.profile, so that a short profile is taken"
+    raise ConfigError(f"the profile holds no layer table of {settings}", "workload.profile", str(workload.profile), hint)
 
 
 def _measured_on(experiment: Experiment) -> tuple[str, ...]:

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.digests import reading
+from fleetbench.digests import read_file, reading
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import read_file
 from fleetbench.quantities import counted
 from fleetbench.spans import union
-from fleetbench.traces import Integers
+from fleetbench.stragglers import Integers
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,15 +26,9 @@ _DURATIONS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "min": 60 * 10**9, 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZES = {f"{prefix}B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
-_BANDWIDTHS = {f"{prefix}{bit}/s": scale for bit in ("bit", "b") for prefix, scale in _DECIMAL.items()} | {
+_BANDWIDTHS = {f"{prefix}{bit}": scale for bit in ("bit/s", "b/s", "bps") for prefix, scale in _DECIMAL.items()} | {
     f"{size}/s": 8 * scale for size, scale in _SIZES.items()
 }
-_SPELLED = {
-    "bit/s": r"([kKmMgGtT]?)(?:bps|[bB]its?/s(?:ec)?|b/sec)",
-    "B/s": r"([kKmMgGtT]?)(?:Bps|[bB]ytes?/s(?:ec)?|B/s(?:ec)?)",
-}
-"""Other common spellings of units: ``gbps`` means bits, ``GBps`` bytes. ``gb/s`` is ambiguous and is
-refused."""
 _PER_STEP = {"/step": 1}
 _STEPS = {"steps": 1, "step": 1}
 
@@ -45,7 +39,7 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str, number:
     if not isinstance(text, str):
         raise ConfigError(f"a {kind} needs a unit", value=repr(text), hint=f'write it as text, for example "{example}"')
     match = _QUANTITY.fullmatch(text)
-    unit = "" if match is None else _usual(match[2])
+    unit = "" if match is None else match[2]
     if match is None or unit not in units:
         known = " ".join(units)
         raise ConfigError(f"not a {kind}", value=repr(text), hint=f'for example "{example}"; units: {known}')
@@ -53,14 +47,6 @@ def _parse(text: object, units: dict[str, int], kind: str, example: str, number:
     if not 0 <= value <= LARGEST:
         raise ConfigError(f"a {kind} cannot be negative, or more than 64 bits count", value=repr(text), hint=f'for example "{example}"')
     return number(value)
-
-
-def _usual(unit: str) -> str:
-    """Return the unit in the spelling of ``_DURATIONS``, ``_SIZES`` and ``_BANDWIDTHS``."""
-    for usual, pattern in _SPELLED.items():
-        if match := re.fullmatch(pattern, unit):
-            return f"{match[1].upper().replace('K', 'k')}{usual}"
-    return re.sub("[\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}]", "u", unit)
 
 
 def _format(value: int, units: dict[str, int], preferred: tuple[str, ...]) -> str:

@@ -1,7 +1,7 @@
 """Stored recommendations, which ``strategy.auto`` loads: one strategy file for each workload and cluster.
 
 A workload is identified by its gradients, from which the plan is made, and a cluster by its trainers.
-``KEY.toml`` holds a ``[strategy]`` table after its digest. To edit the file, remove the digest line.
+``KEY.toml`` holds a ``[strategy]`` table, which may be edited.
 """
 
 import os

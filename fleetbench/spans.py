@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fleetbench.traces import Integers
+from fleetbench.stragglers import Integers
 
 Spans = tuple[Integers, Integers]
 """Starts and ends in ns. The intervals are sorted and do not overlap, unless stated otherwise."""

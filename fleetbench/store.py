@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, refuse_large_table, sealed_json, write_whole
+from fleetbench.digests import MANIFEST, digests_of, read_manifest, reading, sealed_json, write_whole
 from fleetbench.environment import RECORDED
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
@@ -99,15 +100,6 @@ def save_run(result: RunResult, root: str | Path) -> RunResult:
     return dataclasses.replace(result, path=path)
 
 
-def _runs_below(path: Path) -> str:
-    """Return a hint that names the newest run below a folder, or the usual place of runs."""
-    found = sorted(
-        (file.parent for file in path.glob(f"*/{MANIFEST}") if file.with_name("summary.json").exists()),
-        key=lambda folder: folder.stat().st_mtime,
-    )
-    return f"the newest run below it: {found[-1]}" if found else "runs are below ./runs, or where --out said"
-
-
 def load_run(path: str | Path) -> RunResult:
     """Read a complete run.
 
@@ -115,19 +107,16 @@ def load_run(path: str | Path) -> RunResult:
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise ConfigError("no complete run: there is no manifest.json, which is written last", str(path), hint=_runs_below(path))
-    if (path / "profile.toml").is_file():
-        simulated = next((file for file in path.glob("estimated.toml")), path / "measured.toml")
-        hint = f"fleetbench sim {simulated} simulates with it"
-        raise ConfigError("a profile, not a run", str(path), hint=hint)
+        hint = "runs are below ./runs, or where --out said"
+        raise ConfigError("no complete run: there is no manifest.json, which is written last", str(path), hint=hint)
+    if not (path / "summary.json").is_file():
+        raise ConfigError("holds no run", str(path), hint="of a profile, name measured.toml or estimated.toml to `fleetbench sim`")
     manifest = read_manifest(path, _AGAIN)
     with reading(path, _AGAIN):
         if manifest["schema"] != SCHEMA:
             raise ConfigError("not a schema of this version", str(path), repr(manifest["schema"]), f"this version reads schema {SCHEMA}")
         summary = Summary.load(path / "summary.json")
         has_steps = STEPS_FILE not in {entry["what"] for entry in summary.skipped}
-        if has_steps:
-            refuse_large_table(path / STEPS_FILE, str(path / STEPS_FILE))
         return RunResult(
             experiment=Experiment.load(path / "experiment.toml"),
             summary=summary,
@@ -160,11 +149,10 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        return found[1] if found else platform.machine()
+    return platform.processor() or platform.machine()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fleetbench.config import Config, at_least
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import Nanoseconds, PerStep, Steps
+from fleetbench.quantities import PerStep, Steps
 
 ONE = 2**24
 """X = 1 in units of 2^-24, in which X is stored as an integer."""
@@ -24,7 +24,7 @@ LARGEST = 10**6
 """Largest factor, mean and product 1 + X. With larger ones, nanoseconds would soon exceed 64 bits."""
 
 
-Distribution = Literal["exponential", "gamma", "lognormal", "pareto", "constant"]
+Distribution = Literal["exponential", "gamma", "lognormal", "constant"]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
@@ -41,9 +41,9 @@ class _Law(Config):
     def _validate(self) -> None:
         at_least(self, 0, "mean", "cv", most=LARGEST)
         law, cv = self.distribution, self.cv
-        has = {"exponential": cv == 1, "constant": cv in (0, 1), "pareto": cv > 1}.get(law, cv >= 1 / LARGEST)
+        has = {"exponential": cv == 1, "constant": cv in (0, 1)}.get(law, cv >= 1 / LARGEST)
         if not has:
-            hint = "drop cv for exponential and constant; pareto (Lomax) needs more than 1, gamma and lognormal a millionth at least"
+            hint = "drop cv for exponential and constant; gamma and lognormal need a millionth at least"
             raise ConfigError(f"{law} has no such coefficient of variation", "cv", repr(cv), hint)
 
 
@@ -117,26 +117,12 @@ class Episode(_Slow):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Empirical(Config):
-    """Delays drawn from measured values, with equal probability."""
-
-    kind: ClassVar[str] = "empirical"
-    values: tuple[float, ...]
-    """Measured values of X."""
-
-    def _validate(self) -> None:
-        if not self.values or min(self.values) < 0 or max(self.values) > LARGEST:
-            hint = "values = [0.0, 0.1] adds a tenth to every other step"
-            raise ConfigError("needs at least one value, none negative or above a million", "values", repr(self.values), hint)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Config):
     """Delays drawn in blocks of consecutive measured steps, for all ranks: a circular block bootstrap.
 
     It preserves correlations between neighbouring steps, and between ranks in the same step (Politis and
     Romano 1992). Ranks beyond the R measured ones reuse the measured rows; each further group of R ranks draws
-    its own blocks.
+    its own blocks. With one measured rank and ``block_steps = 1``, all ranks and steps are independent.
     """
 
     kind: ClassVar[str] = "blocks"
@@ -154,22 +140,7 @@ class Blocks(Config):
             raise ConfigError(what, "values, block_steps", shown, "values = [[0.0, 0.1], [0.2, 0.0]] has two steps of two ranks")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace(Config):
-    """Delays read from a recorded trace, in the format of ``fleetbench.traces``."""
-
-    kind: ClassVar[str] = "trace"
-    path: str
-    """Path of the trace, relative to the experiment file. The trace's content is part of the experiment's
-    hash."""
-    base: Nanoseconds | None = None
-    """For a trace of compute times: the time without delay. Default: the shortest time in the trace."""
-
-    def _validate(self) -> None:
-        at_least(self, 0, "base", above=True)
-
-
-Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Empirical | Blocks | Trace
+Straggler = Jitter | NodeShock | SlowRank | SlowNode | Episode | Blocks
 
 
 def draws(
@@ -178,8 +149,7 @@ def draws(
     """Return X in units of 2^-24 for every rank and step, shape ``(trainers, num_steps)``.
 
     Column 0 is ``first_step``. ``nodes`` is the number of trainers per node, or the node of each rank. Raises
-    ``ConfigError`` for a trace that cannot be replayed, and for the entry that makes a step take more than
-    ``LARGEST`` times its own compute.
+    ``ConfigError`` for the entry that makes a step take more than ``LARGEST`` times its own compute.
     """
     ranks = np.arange(trainers, dtype=np.int64)
     steps = np.arange(first_step, first_step + num_steps, dtype=np.int64)
@@ -210,17 +180,13 @@ def _delays(straggler: Straggler, seed: int, entry: int, ranks: Integers, nodes:
         nodes = nodes if straggler.scope == "node" else np.zeros_like(nodes)
         size = quantile(straggler.distribution, uniform(seed, entry, 0, nodes, steps), straggler.mean, straggler.cv)
         return np.where(uniform(seed, entry, 1, nodes, steps) < straggler.rate, size, 0.0)
-    if isinstance(straggler, Empirical | Blocks):
-        values, block = np.atleast_2d(straggler.values), straggler.block_steps if isinstance(straggler, Blocks) else 1
+    if isinstance(straggler, Blocks):
+        values, block = np.array(straggler.values), straggler.block_steps
         group, row = np.divmod(ranks, len(values))
         number, within = np.divmod(steps - 1, block)
         first = (uniform(seed, entry, 0, group, number + 1) * values.shape[1]).astype(np.int64)
         return np.asarray(values[row[:, None], (first + within) % values.shape[1]])
-    if isinstance(straggler, Episode):
-        return _episodes(straggler, seed, entry, ranks, steps)
-    from fleetbench.traces import replayed
-
-    return replayed(straggler.path, straggler.base, ranks, steps, f"cluster.stragglers[{entry}].path")
+    return _episodes(straggler, seed, entry, ranks, steps)
 
 
 def _episodes(straggler: Episode, seed: int, entry: int, ranks: Integers, steps: Integers) -> Floats:
@@ -274,8 +240,5 @@ def quantile(law: Distribution, u: Floats, mean: float, cv: float) -> Floats:
     if law == "gamma":
         shape = 1.0 / cv**2
         return np.asarray(special.gammaincinv(shape, u) * (mean / shape))
-    if law == "lognormal":
-        sigma = np.sqrt(np.log1p(cv**2))
-        return np.asarray(mean * np.exp(sigma * special.ndtri(u) - sigma**2 / 2))
-    alpha = 2 * cv**2 / (cv**2 - 1)  # Lomax: cv^2 = alpha / (alpha - 2)
-    return np.asarray(mean * (alpha - 1) * np.expm1(-np.log1p(-u) / alpha))
+    sigma = np.sqrt(np.log1p(cv**2))
+    return np.asarray(mean * np.exp(sigma * special.ndtri(u) - sigma**2 / 2))

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import tomli_w
 
 from fleetbench.config import Config, at_least, decode, defaults_of, encode
-from fleetbench.digests import read_text, read_toml, sealed, write_whole
+from fleetbench.digests import read_text, read_toml, write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.exclusions import exclusions
 from fleetbench.fleet_names import translate
@@ -479,10 +479,10 @@ class DistributedStrategy(Config):
     def save(self, path: str | Path, *comments: str) -> None:
         """Write a ``[strategy]`` table of the fields that differ from the defaults.
 
-        A line with the digest and one line per comment come first.
+        One line per comment comes first.
         """
         header = "".join(f"# {line}\n" for line in comments)
-        write_whole(Path(path), sealed(header + tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()})))
+        write_whole(Path(path), header + tomli_w.dumps({"schema": SCHEMA, "strategy": self.changes()}))
 
     def changes(self, base: DistributedStrategy | None = None) -> dict[str, Any]:
         """Return the fields that differ from ``base`` (default: Fleet's defaults), as plain TOML data."""

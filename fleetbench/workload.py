@@ -5,7 +5,7 @@ from typing import Literal
 
 from fleetbench.config import Config, at_least, field_types
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import LARGEST, Bytes, Nanoseconds, Steps
+from fleetbench.quantities import Bytes, Nanoseconds, Steps
 
 LAYERS = "layers"
 """Model name for a table of layers in the experiment file."""
@@ -211,7 +211,6 @@ class Workload(Config):
                 raise ConfigError(
                     "two layers have one name", "layers", repr(max(names, key=names.count)), "repeat = 2 makes block0 and block1"
                 )
-            self._check_sums()
             if self.target_loss is not None and self.loss_curve is None:
                 raise ConfigError(
                     "a table of layers has no loss of its own",
@@ -224,15 +223,3 @@ class Workload(Config):
             raise ConfigError("host work is declared, but the model's is measured", "host", hint=hint)
         elif self.layers:
             raise ConfigError("layers are given, but the model is another", "model", repr(self.model), 'set model = "layers"')
-
-    def _check_sums(self) -> None:
-        """Raise ``ConfigError`` if bytes or nanoseconds exceed the 64 bits of a run's counters.
-
-        A trainer sends at most twice its gradients per step.
-        """
-        params = sum(sum(spec.gradients.values()) * spec.repeat for spec in self.layers)
-        compute_ns = sum((spec.forward + spec.backward) * spec.repeat for spec in self.layers)
-        bytes_sent = 2 * params * (8 if self.dtype == "float64" else 4)
-        for count, what, value in ((bytes_sent, "bytes", f"{params} params"), (compute_ns, "nanoseconds", f"{compute_ns} ns a step")):
-            if count * self.steps > LARGEST:
-                raise ConfigError(f"the {what} of {self.steps} steps cannot be counted in 64 bits", "layers", value, EXAMPLE_LAYERS)

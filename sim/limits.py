@@ -5,7 +5,7 @@ Each limit corresponds to about ten minutes or some gigabytes, on the machine of
 
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.stragglers import Episode, Trace
+from fleetbench.stragglers import Episode
 
 MOST_TRAINERS = 200_000
 MOST_SERVERS = 10_000
@@ -32,8 +32,8 @@ def refuse_large(experiment: Experiment) -> None:
     at_most(cluster.trainers, MOST_TRAINERS, "trainers", "cluster.nodes", "fewer nodes, or trainers per node")
     at_most(cluster.servers, MOST_SERVERS, "servers", "cluster.servers", "fewer servers")
     at_most(cluster.trainers * steps, MOST_RANK_STEPS, "steps of ranks", "workload.steps", "fewer steps or trainers")
-    if any(isinstance(straggler, Episode | Trace) for straggler in cluster.stragglers):
-        hint = "fewer steps or trainers: episodes and traces are drawn from the first step on"
+    if any(isinstance(straggler, Episode) for straggler in cluster.stragglers):
+        hint = "fewer steps or trainers: episodes are drawn from the first step on"
         at_most(cluster.trainers * steps, MOST_REMEMBERED, "delays at once", "cluster.stragglers", hint)
     num_layers = sum(spec.repeat for spec in workload.layers)
     at_most(num_layers, MOST_LAYERS, "layers", "workload.layers", "merge layers into larger ones")

@@ -25,7 +25,7 @@ from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.profile import all_reduce_cost, profile_of, table_for
 from fleetbench.quantities import Bytes
 from fleetbench.result import skip, skipped_by_layers
-from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, Trace, draws
+from fleetbench.stragglers import LARGEST, ONE, Episode, Integers, draws
 from fleetbench.support import RUN, WORKLOAD, refuse_unexecuted
 from fleetbench.workload import LAYERS, OPTIMIZER_STATE
 from sim.learning.trajectory import Trajectory
@@ -229,13 +229,13 @@ class Draws:
         The shape is ``(end - begin, trainers)``, contiguous by step.
         """
         is_small = len(self.steps) * self.cluster.trainers <= MOST_KEPT
-        if is_small or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
+        if is_small or any(isinstance(straggler, Episode) for straggler in self.cluster.stragglers):
             return self._rows[begin:end]
         return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
 
     @functools.cached_property
     def _rows(self) -> Integers:
-        """X of all steps, for few draws, for delays that depend on earlier steps, and for traces."""
+        """X of all steps, for few draws, and for delays that depend on earlier steps."""
         return np.ascontiguousarray(self.of_ranks().T)
 
     def _drawn(self, steps: range) -> Integers:

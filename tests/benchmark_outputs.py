@@ -1,6 +1,6 @@
-"""Output of collective benchmarks, printed from closed forms: nccl-tests 2.0 to 2.19.
+"""Output of nccl-tests 2.0 to 2.19, printed from closed forms.
 
-The formats are facts of those programs: names and order of columns, their widths, what is in front of a table
+The formats are facts of that program: names and order of columns, their widths, what is in front of a table
 and behind it. Rates are those of nccl-tests' doc/PERFORMANCE.md.
 """
 
@@ -127,20 +127,10 @@ def nccl_tests(
 
 PREFIXES: dict[str, Callable[[str], str]] = {
     "as it is": lambda line: line,
-    "indented": lambda line: "    " + line,
     "pasted without #": lambda line: line.removeprefix("#"),
     "mpirun --tag-output": lambda line: f"[1,0]<stdout>:{line}",
-    "prterun --tag-output": lambda line: f"[prterun-node-a-17@1,0]<stdout>: {line}",
     "srun --label": lambda line: f" 0: {line}",
     "kubectl logs --timestamps": lambda line: f"2025-01-01T12:34:56.123456789Z {line}",
-    "kubectl logs --prefix": lambda line: f"[pod/nccl-test-launcher-abc12/main] {line}",
-    "docker compose": lambda line: f"launcher-1  | {line}",
-    "torchrun": lambda line: f"[default0]:{line}",
-    "mpirun --timestamp-output": lambda line: f"Wed Jan  1 12:34:56 2025<stdout>:{line}",
-    "journal": lambda line: f"Jan 01 12:34:56 node-a run[4711]: {line}",
-    "quoted": lambda line: f"> {line}",
-    "colours": lambda line: f"\x1b[32m{line}\x1b[0m",
-    "Windows": lambda line: f"{line}\r",
 }
 """What stands in front of a line, by who put it there."""
 

@@ -24,7 +24,7 @@ from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import Communication, Profile
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds, PerStep, Steps
 from fleetbench.result import RunResult
-from fleetbench.stragglers import Blocks, Empirical, Episode, Jitter, NodeShock, SlowNode, SlowRank, Straggler
+from fleetbench.stragglers import Blocks, Episode, Jitter, NodeShock, SlowNode, SlowRank, Straggler
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.timeline import Span
 from fleetbench.workload import HostWork, LossCurve, LrDecay, Workload
@@ -228,13 +228,13 @@ def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
         Jitter(mean=0.3),
         Jitter(distribution="exponential", mean=0.5),
         Jitter(distribution="gamma", mean=0.2, cv=0.5),
-        Jitter(distribution="pareto", mean=0.4, cv=2.0),
+        Jitter(distribution="lognormal", mean=0.4, cv=2.0),
         SlowRank(ranks=(random.randrange(cluster.trainers),), factor=1.7),
         SlowNode(nodes=(any_node,), factor=1.3),
         NodeShock(rate=PerStep(0.4), mean=0.8),
         NodeShock(rate=PerStep(0.3), mean=0.8, scope="cluster"),
         Episode(rate=PerStep(0.2), length=Steps(3), factor=2.0),
-        Empirical(values=(0.0, 0.1, 0.7)) if nodes % 2 else Blocks(values=((0.0, 0.1, 0.7), (0.2, 0.0, 0.4)), block_steps=2),
+        Blocks(values=((0.0, 0.1, 0.7),), block_steps=1) if nodes % 2 else Blocks(values=((0.0, 0.1, 0.7), (0.2, 0.0, 0.4)), block_steps=2),
     ]
     return {
         "nodes": nodes,

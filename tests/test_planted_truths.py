@@ -18,10 +18,8 @@ LATE = 2.0
 """Of a step's compute, each trainer in turn: meeting after every step two take 1 + LATE, after every second step 1 + LATE / 2."""
 
 
-def emulated(folder: Path, late: float) -> Experiment:
+def emulated(late: float) -> Experiment:
     """Two trainers that sleep 12 ms a step and exchange kilobytes; any training reaches the target at its third evaluation."""
-    rows = [f"{rank},{step},{late if (rank + step) % 2 else 0.0}" for step in range(1, 1001) for rank in range(2)]
-    (folder / "in_turns.csv").write_text("rank,step,x\n" + "\n".join(rows) + "\n", encoding="utf-8")
     return Experiment.from_dict(
         {
             "name": "planted",
@@ -36,7 +34,7 @@ def emulated(folder: Path, late: float) -> Experiment:
             "cluster": {
                 "trainers_per_node": 2,
                 "intra": {"bandwidth": "1 Gbit/s", "latency": "50 us"},
-                "stragglers": [{"kind": "trace", "path": str(folder / "in_turns.csv")}],
+                "stragglers": [{"kind": "blocks", "values": [[late, 0.0], [0.0, late]], "block_steps": 10_000}],
             },
             "run": {"device": "emulated", "warmup_steps": 2},
             "tune": {
@@ -57,7 +55,7 @@ def emulated(folder: Path, late: float) -> Experiment:
 @pytest.mark.alone
 def test_a_gain_of_emulated_trainers_is_found(tmp_path: Path) -> None:
     """Meeting half as often saves a third of the time: USE, with the two local steps that were planted, and no more than they gain."""
-    recommendation, _ = tune(emulated(tmp_path, LATE), out=tmp_path / "runs")
+    recommendation, _ = tune(emulated(LATE), out=tmp_path / "runs")
     assert recommendation.verdict == "USE", recommendation.line
     assert recommendation.strategy.local_steps == 2
     assert recommendation.speedup is not None
@@ -68,7 +66,7 @@ def test_a_gain_of_emulated_trainers_is_found(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_nothing_is_found_where_emulated_trainers_gain_nothing(tmp_path: Path) -> None:
     """The control: no trainer is late, and a step is compute alone. The verdict is KEEP DEFAULT, after real runs."""
-    recommendation, _ = tune(emulated(tmp_path, 0.0), out=tmp_path / "runs")
+    recommendation, _ = tune(emulated(0.0), out=tmp_path / "runs")
     assert recommendation.verdict == "KEEP DEFAULT", recommendation.line
     assert len(recommendation.arms) > 1
     assert all(arm.measured_s for arm in recommendation.arms)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fleetbench.cli import progress
 from fleetbench.cli.options import Commands, add_command, add_json, add_overrides, load_with_notes, number, whole
 from fleetbench.cli.output import emit, emit_table, new_table, say
-from fleetbench.digests import atomic_write, reading, refuse_large_table, writing
+from fleetbench.digests import atomic_write, reading, writing
 from fleetbench.errors import ConfigError, GateFailed
 
 if TYPE_CHECKING:
@@ -136,7 +136,6 @@ def read_vectors(path: Path) -> pd.DataFrame:
 
     hint = "Parquet with the columns id (text or whole numbers, each once) and vector (lists of float32 of one length)"
     with reading(path, hint, pa.ArrowException):
-        refuse_large_table(path, str(path))
         table = parquet.read_table(path)
     held = str(table.schema.remove_metadata()).replace("\n", ", ")
     if {"id", "vector"} - set(table.schema.names) or getattr(table.schema.field("vector").type, "value_type", None) != pa.float32():

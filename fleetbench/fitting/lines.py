@@ -53,18 +53,14 @@ def fit_line(x: Sequence[float], y: Sequence[float], weights: Sequence[float] | 
         return _of_one_size(float(at[0]), took)
     scale = float(np.abs(at).max())
     rows = np.column_stack([1.0 / took, at / scale / took])
-    trust = np.ones_like(took)
-    found = np.zeros(2)
+    found, trust = np.zeros(2), np.ones_like(took)
     for _ in range(_ROUNDS):
         root = np.sqrt(weight * trust)
-        before, (found, _) = found, nnls(rows * root[:, None], root)
-        residuals = rows @ found - 1.0
-        spread = max(1.4826 * float(np.median(np.abs(residuals))), _SMALLEST_SCALE)
-        trust = np.minimum(1.0, _HUBER * spread / np.maximum(np.abs(residuals), 1e-300))
-        if np.allclose(found, before, rtol=1e-10, atol=0.0):
-            break
-    residuals = rows @ found - 1.0
-    return Line(intercept=float(found[0]), slope=float(found[1]) / scale, largest_residual=float(np.abs(residuals).max()))
+        found = nnls(rows * root[:, None], root)[0]
+        residuals = np.abs(rows @ found - 1.0)
+        spread = max(1.4826 * float(np.median(residuals)), _SMALLEST_SCALE)
+        trust = np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-300))
+    return Line(intercept=float(found[0]), slope=float(found[1]) / scale, largest_residual=float(residuals.max()))
 
 
 def _of_one_size(x: float, took: Floats) -> Line:

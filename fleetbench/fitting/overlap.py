@@ -22,9 +22,6 @@ MOST = 100.0
 """Largest slowdown that the fit considers."""
 _RIDGE = 1e-4
 """Small penalty on slowdowns, which decides if the times do not."""
-_TOLD = 0.01
-"""Smallest relative change of the times per unit of slowdown at which each slowdown counts as determined by
-itself."""
 _STARTS = ((0.05, 0.05), (1.0, 0.1), (0.1, 1.0), (2.0, 2.0))
 
 
@@ -46,7 +43,7 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
     """Return the two slowdowns, both at least zero, with which the exchange takes the measured times.
 
     If no collective overlaps compute, they cannot be measured and are 0. If all collectives have ended before
-    the backward does, only their joint effect is known, and ``statement`` says so.
+    the backward does, only their joint effect is known, and small slowdowns are preferred.
     """
     scale = measured.backward_s + measured.stall_s
     free = overlap(exchange, 0.0, 0.0)
@@ -67,13 +64,7 @@ def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:
     best = min(fits, key=lambda fit: float(fit.cost))
     compute, collective = (float(value) if value > 1e-6 else 0.0 for value in best.x)
     left = float(np.abs(best.fun[:2]).sum())
-    told = np.linalg.svd(best.jac[:2], compute_uv=False)
-    statement = None
-    if told[1] < _TOLD:
-        statement = (
-            "the two slowdowns cannot be told apart here: no all-reduce is under way when the backward ends; small ones were preferred"
-        )
-    return Slowdowns(compute=round(compute, 4), collective=round(collective, 4), error=left, statement=statement)
+    return Slowdowns(compute=round(compute, 4), collective=round(collective, 4), error=left)
 
 
 LEAST_TOGETHER, _MOST_TOGETHER = 0.02, 2.0

@@ -13,12 +13,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import BitsPerSecond, Bytes, format_size, parse_bandwidth, parse_size
 
 Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
-_FIGURES = {
-    "TFLOP/s": r"(\d[\d.]*)\s*TFLOP/?s(?:/s)?",
-    "the memory's rate": r"(\d[\d.]*)\s*([GT])B(?:/s|ps)",
-    "the memory's size": r"(\d[\d.]*\s*[GMT]i?B)",
-}
-"""Figures of a custom GPU, with the pattern of each."""
+_FIGURES = re.compile(r"([\d.]+) *TFLOP/s, *([\d.]+) *([GT])B/s, *([\d.]+ *[GMT]i?B)", re.IGNORECASE)
 _RATES = {"G": 1e9, "T": 1e12}
 _EXAMPLE = "40 TFLOP/s, 900 GB/s, 24 GB"
 Fabric = Literal["infiniband", "roce", "efa", "ethernet"]
@@ -144,16 +139,11 @@ def gpu_named(name: str, where: str) -> Gpu:
 
 def _of_figures(spelled: str, where: str) -> Gpu:
     """Return a custom GPU. Raises ``ConfigError`` for incomplete or impossible figures."""
-    parts = [part.strip() for part in spelled.split(",")]
-    found = {
-        name: next(filter(None, (re.fullmatch(pattern, part, re.IGNORECASE) for part in parts)), None) for name, pattern in _FIGURES.items()
-    }
-    if len(parts) != len(found) or None in found.values():
-        missing = [name for name, match in found.items() if match is None]
-        what = f"a GPU's figures lack {' and '.join(missing)}" if missing else "a GPU has three figures"
+    match = _FIGURES.fullmatch(spelled.strip())
+    if match is None:
+        what = "a GPU has three figures: its peak rate, its memory's rate, and its memory's size"
         raise ConfigError(what, where, repr(spelled), f'write "{_EXAMPLE}"')
-    rate, moving, size = (match for match in found.values() if match)
-    flops, moved, memory = float(rate[1]) * 1e12, float(moving[1]) * _RATES[moving[2].upper()], parse_size(size[1])
+    flops, moved, memory = float(match[1]) * 1e12, float(match[2]) * _RATES[match[3].upper()], parse_size(match[4])
     if not (moved and 1 <= flops / moved <= 10_000 and 1e-3 <= memory / moved <= 10):
         what = "no GPU has these figures: 1 to 10,000 FLOP for each byte that its memory moves, and 1 ms to 10 s to read it all"
         raise ConfigError(what, where, repr(spelled), f'look at the units, as in "{_EXAMPLE}"')

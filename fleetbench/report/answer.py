@@ -185,8 +185,7 @@ def _seeds(found: Recommendation, best: Arm, first_seed: int) -> Iterator[tuple[
 def _not_chosen(found: Recommendation) -> Iterator[tuple[str, str]]:
     """Yield the name of each arm that is not recommended, with the reason."""
     told = {name: f"{note.how}: {note.reason}" for note in found.told if isinstance(note, LeftOut) for name in note.what.split(", ")}
-    best, what = best_of(found), "step" if found.target_loss is None else "time to the target"
-    first = math.nan if best is None else best.expected or best.ratio or math.nan
+    what = "step" if found.target_loss is None else "time to the target"
     for arm in (arm for arm in found.arms[1:] if found.verdict != "USE" or arm.name != found.finalist):
         expected = arm.expected or arm.ratio
         if arm.rejected is not None:
@@ -198,12 +197,9 @@ def _not_chosen(found: Recommendation) -> Iterator[tuple[str, str]]:
             yield arm.name, told[arm.name]
         elif expected is None:
             yield arm.name, "measuring ended before it was ranked"
-        elif expected >= 1:
-            yield arm.name, f"no faster: {expected:.2f} times the default's {what} is expected"
-        elif best is not None and expected > first:
-            yield arm.name, f"slower: {expected / first:.2f} times the {what} of {best.name} is expected"
         else:
-            yield arm.name, "not compared in pairs"
+            verdict = "no faster" if expected >= 1 else "not compared in pairs"
+            yield arm.name, f"{verdict}: {expected:.2f} times the default's {what} is expected"
 
 
 def _mean(updates: Sequence[float | None]) -> float | None:

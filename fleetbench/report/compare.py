@@ -1,30 +1,23 @@
-"""Comparison of two runs: all keys of their summaries, the quantiles of their step times, and their plans."""
+"""Comparison of two runs: all keys of their summaries, and their plans."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from fleetbench import units
 from fleetbench.config import flat
-from fleetbench.result import RunResult, step_times
+from fleetbench.result import RunResult
 from fleetbench.staleness import total_variation
-
-QUANTILES = (1, 5, 25, 50, 75, 95, 99)
-"""Quantiles of the counted steps of all ranks, in per cent."""
 
 _HISTOGRAM = "staleness_histogram"
 _NAMES = frozenset({"schema", "seed"})
 """Keys of numbers whose ratio has no meaning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Values of one quantity in runs A and B.
-
-    ``ratio`` is ``b / a``. It is None for names, and if ``a`` is 0 or a value is missing.
-    """
+class Row(NamedTuple):
+    """Values of one quantity in runs A and B; ``ratio`` is ``b / a``, or None if it has no meaning."""
 
     key: str
     a: Any
@@ -51,7 +44,7 @@ class Comparison:
 
     def text(self) -> str:
         """Return a plain-text table of the quantities that at least one run has."""
-        rows = [row for row in self.rows if row.a is not None or row.b is not None]
+        rows = [row for row in self.rows if (row.a, row.b) != (None, None)]
         spelled = ((units.number(row.a), units.number(row.b), "" if row.ratio is None else units.ratio(row.ratio)) for row in rows)
         cells = [[f" {cell}" for cell in row] for row in spelled]  # pandas leaves one space between columns
         lines = [f"A = {self.a}", f"B = {self.b}"]
@@ -63,7 +56,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON data."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"rows": [row._asdict() for row in self.rows]}
 
 
 def compare_runs(a: RunResult, b: RunResult) -> Comparison:
@@ -83,7 +76,7 @@ def compare_runs(a: RunResult, b: RunResult) -> Comparison:
 
 def _row(key: str, a: Any, b: Any) -> Row:
     known = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b)) and key not in _NAMES
-    return Row(key=key, a=a, b=b, ratio=b / a if known and a != 0 else None)
+    return Row(key, a, b, b / a if known and a != 0 else None)
 
 
 def _quantities(run: RunResult) -> dict[str, Any]:
@@ -91,9 +84,7 @@ def _quantities(run: RunResult) -> dict[str, Any]:
     if summary["server_load"] is not None:  # one figure of both runs says more than a row for each age
         summary["server_load"] = {name: value for name, value in summary["server_load"].items() if name != _HISTOGRAM}
     summary["skipped"] = ", ".join(entry["what"] for entry in run.summary.skipped) or None
-    times = step_times(run.steps)
-    quantiles = {f"steps.q{q}_s": float(times.quantile(q / 100)) for q in QUANTILES}
-    return dict(flat(summary)) | quantiles | {"plan": run.plan.digest}
+    return dict(flat(summary)) | {"plan": run.plan.digest}
 
 
 def _name(run: RunResult) -> str:

@@ -36,68 +36,38 @@ Spread = dict[str, float]
 errors."""
 Array = npt.NDArray[np.float64]
 
-_BELIEFS = frozenset(
-    {"name", "workload.profile", "workload.target_loss", "workload.eval_every"}
-    | {f"run.{name}" for name in ("launcher", "port", "startup_timeout", "timeout")}
-    | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides", "sites", "collective", "measured", "gpu")}
-    | {"cluster.host_bandwidth", "cluster.first_exchange"}
+_BELIEFS = (
+    *("name", "workload.profile", "workload.target_loss", "workload.eval_every", "tune.", "run.environment."),
+    *("run.launcher", "run.port", "run.startup_timeout", "run.timeout"),
+    *("cluster.nics_per_node", "cluster.cores_per_node", "cluster.node_overrides", "cluster.sites", "cluster.collective"),
+    *("cluster.measured", "cluster.gpu", "cluster.host_bandwidth", "cluster.first_exchange"),
+    *("cluster.intra.", "cluster.inter.", "cluster.racks."),
 )
-_BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inter.", "cluster.racks.")
+"""Beginnings of the keys that may differ between runs of the same steps."""
 
 
 def differences_of(simulated: RunResult, real: RunResult) -> list[Figures]:
-    """Return all differences between two runs' experiments, ranks, steps and plans.
+    """Return all differences between two runs' experiments, ranks and counted steps.
 
     Each has a ``key``, its values in ``sim`` and ``real``, and ``other_steps``: whether the runs therefore did
     not do the same work step by step. Those with ``other_steps`` come first.
     """
-    found = _of_experiments(simulated, real)
-    keys = [pd.MultiIndex.from_frame(run.steps.loc[run.steps["step"] >= 1, ["rank", "step"]]) for run in (simulated, real)]
-    same = simulated.summary.trainers == real.summary.trainers and not keys[0].symmetric_difference(keys[1]).size
-    if not same or keys[0].has_duplicates or keys[1].has_duplicates:
-        spans = [
-            _difference(name, _spans(simulated, column), _spans(real, column), other_steps=True)
-            for name, column in (("ranks", "rank"), ("counted steps", "step"))
-        ]
-        found += [span for span in spans if span["sim"] != span["real"]] or spans
-    if simulated.plan.digest != real.plan.digest:
-        found.append(_difference("plan", _plan(simulated), _plan(real), other_steps=False))
+    left, right = (dict(flat(encode(run.experiment))) for run in (simulated, real))
+    keys = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
+    found: list[Figures] = [
+        {"key": key, "sim": left.get(key), "real": right.get(key), "other_steps": not key.startswith(_BELIEFS)} for key in keys
+    ]
+    rows = [run.steps.loc[run.steps["step"] >= 1, ["rank", "step"]] for run in (simulated, real)]
+    if not rows[0].sort_values(["rank", "step"], ignore_index=True).equals(rows[1].sort_values(["rank", "step"], ignore_index=True)):
+        for name, column in (("ranks", "rank"), ("counted steps", "step")):
+            spans = [f"{run[column].min()} to {run[column].max()}" for run in rows]
+            found.append({"key": name, "sim": spans[0], "real": spans[1], "other_steps": True})
     return sorted(found, key=lambda difference: not difference["other_steps"])
 
 
 def difference_text(difference: Figures) -> str:
     """Format a difference in one line."""
     return f"{difference['key']}: {units.number(difference['sim'])} against {units.number(difference['real'])}"
-
-
-def _difference(key: str, simulated: Any, real: Any, *, other_steps: bool) -> Figures:
-    return {"key": key, "sim": simulated, "real": real, "other_steps": other_steps}
-
-
-def _of_experiments(simulated: RunResult, real: RunResult) -> list[Figures]:
-    left, right = (dict(flat(encode(run.experiment))) for run in (simulated, real))
-    found = [
-        _difference(key, left.get(key), right.get(key), other_steps=key not in _BELIEFS and not key.startswith(_BELIEVED_TABLES))
-        for key in sorted(left.keys() | right.keys())
-        if left.get(key) != right.get(key)
-    ]
-    if not found and simulated.summary.experiment != real.summary.experiment:  # the digest also covers the contents of the named files
-        key = "contents of a file that the experiment names"
-        found.append(_difference(key, simulated.summary.experiment, real.summary.experiment, other_steps=False))
-    return found
-
-
-def _spans(run: RunResult, column: str) -> str:
-    """Return the range of numbers in a column, such as ``0 to 3``, and their count if some are missing."""
-    values = run.steps.loc[run.steps["step"] >= 1, column]
-    if values.empty:
-        return "none"
-    first, last, num = int(values.min()), int(values.max()), int(values.nunique())
-    return f"{first} to {last}" + ("" if num == last - first + 1 else f", {num} of them")
-
-
-def _plan(run: RunResult) -> str:
-    return f"{len(run.plan.buckets)} buckets ({run.plan.digest[:8]})"
 
 
 def compare_fidelity(a: RunResult, b: RunResult) -> Figures | None:
@@ -116,7 +86,7 @@ def compare_fidelity(a: RunResult, b: RunResult) -> Figures | None:
     return {
         "comparable": comparable,
         "differences": differences,
-        "notes": [*_notes(simulated, real)],
+        "notes": [*_notes(real)],
         "errors": step_errors(simulated, real) if comparable else None,
     }
 
@@ -155,30 +125,12 @@ def _spread(errors: npt.ArrayLike) -> Spread:
     return {"bias": float(values.mean()), "mean_absolute": float(size.mean()), "p95": p95, "max": float(size.max())}
 
 
-def _notes(simulated: RunResult, real: RunResult) -> Iterator[str]:
-    stragglers = real.experiment.cluster.stragglers
-    left_out = [entry for entry in real.summary.skipped if entry["what"].startswith("cluster.stragglers")]
-    if not stragglers:
+def _notes(real: RunResult) -> Iterator[str]:
+    if not real.experiment.cluster.stragglers:
         yield "no stragglers are declared, so none were injected: what makes real steps differ among themselves is not simulated"
-    elif left_out:
-        yield f"the real run did not inject the stragglers that are simulated: {left_out[0]['why']}"
     if real.summary.testbed is not None and not real.summary.testbed["counts"]:
         yield "the real run is void: the machine was not quiet in any of its repeats"
     if real.summary.emulated:
         yield "the real run emulated its compute: it slept, and sent real bytes"
     for entry in real.summary.skipped:
-        if entry not in left_out:
-            yield f"the real run did not realise {entry['what']}: {entry['why']}"
-    other = _other_rounds(simulated, real)
-    if other:
-        yield f"{other} steps end a round in one run and not in the other, or one of another length"
-
-
-def _other_rounds(simulated: RunResult, real: RunResult) -> int:
-    """Return the number of rank 0's common steps at which a round ends in one run only, or with another length."""
-    left, right = (
-        run.steps[(run.steps["step"] >= 1) & (run.steps["rank"] == 0)].set_index("step")["local_steps"].astype("Float64").fillna(0)
-        for run in (simulated, real)
-    )
-    both = left.index.intersection(right.index)
-    return int((left[both].to_numpy() != right[both].to_numpy()).sum())
+        yield f"the real run did not realise {entry['what']}: {entry['why']}"

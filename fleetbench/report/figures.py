@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from fleetbench.errors import ConfigError
@@ -34,14 +34,10 @@ if TYPE_CHECKING:
     from tuner.simulated.answer import SimulatedRecommendation
     from tuner.simulated.sizes import Sizes
 
-SIMULATED = "#9fb8d0"
-REAL = "#1f4e79"
 _PARTS = ("#1f4e79", "#e0a030", "#c44e35", "#5b9a68", "#b5b5b5")
 """Colours of the parts in ``SPLIT``, which also differ in lightness and hatch."""
 _HATCHES = ("", "////", "xxxx", "....", "")
-_LINES = tuple(
-    zip(("#1f4e79", "#c44e35", "#5b9a68", "#e0a030", "#7a5195", "#6b6b6b"), "os^Dv*", ("-", "--", "-.", ":", "-", "--"), strict=True)
-)
+_LINES = tuple(zip(("#1f4e79", "#c44e35", "#5b9a68", "#e0a030", "#7a5195", "#6b6b6b"), "os^Dv*", ("-", "--", "-.", ":") * 2, strict=False))
 """Colour, marker and style of each line, in order."""
 _SPANS = {
     "forward": ("#9fb8d0", ""),
@@ -52,9 +48,6 @@ _SPANS = {
     "input": ("#b08bbb", "\\\\\\\\"),
     "other": ("#d0d0d0", ""),
 }
-_WIDTH_INCHES = 8.0
-_WIDE = 24
-"""Number of characters in a label above which a legend would cover the lines."""
 _LEGEND_COLUMNS = 6
 """Largest number of columns of a legend above the axes."""
 _ROUNDING_S = 1e-9
@@ -75,14 +68,10 @@ class Drawing(Figure):
 
 
 def simulated_against_real(arms: Sequence[Arm]) -> Drawing:
-    """Draw the mean step time of every arm in ms, simulated and real, with the range of its real legs."""
-    table = pd.DataFrame({"simulated": [arm.simulated_s for arm in arms], "real": [arm.real_s for arm in arms]}, dtype=float) * 1e3
-    legs = np.array([(min(arm.measured_s, default=np.nan), max(arm.measured_s, default=np.nan)) for arm in arms]).T * 1e3
-    real = table["real"].to_numpy()
-    spread = np.nan_to_num([real - legs[0], legs[1] - real]).clip(min=0)
-    table.index = pd.Index([arm.name if arm.error is None else f"{arm.name} ({100 * arm.error:+.1f} %)" for arm in arms])
-    label = "mean step time (ms); lines: range of the legs; in brackets: error simulated"
-    return _bars(table, label, xerr={"real": spread}, color=[SIMULATED, REAL], hatches=("////", ""))
+    """Draw the mean step time of every arm in ms, simulated and real."""
+    names = [arm.name if arm.error is None else f"{arm.name} ({100 * arm.error:+.1f} %)" for arm in arms]
+    table = pd.DataFrame({"simulated": [arm.simulated_s for arm in arms], "real": [arm.real_s for arm in arms]}, names, dtype=float)
+    return _bars(table * 1e3, "mean step time (ms); in brackets: error simulated", _HATCHES[1::-1], color=["#9fb8d0", "#1f4e79"])
 
 
 def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
@@ -91,7 +80,7 @@ def step_breakdown(runs: Mapping[str, RunResult] | pd.DataFrame) -> Drawing:
     ``runs`` are runs by label, or a table of seconds with a row per label and a column per part.
     """
     table = runs if isinstance(runs, pd.DataFrame) else splits_of({label: [run] for label, run in runs.items()})
-    figure = _bars(table * 1e3, "mean time of a step and trainer (ms)", stacked=True, color=_PARTS, hatches=_HATCHES)
+    figure = _bars(table * 1e3, "mean time of a step and trainer (ms)", _HATCHES, stacked=True, color=_PARTS)
     figure.axes[0].set_xlim(0, 1.05 * figure.data.sum(axis=1).max())
     return figure
 
@@ -103,32 +92,28 @@ def timeline(run: RunResult | pd.DataFrame, first: int = 1, last: int | None = N
     on collectives are buckets. ``ranks`` defaults to all.
     """
     if isinstance(run, RunResult):
-        own = run.steps[run.steps["step"].between(first, first if last is None else last)]
-        spans, by_rank = run.timeline, own.assign(end_s=own["start_s"] + own[list(PARTS)].sum(axis=1)).groupby("rank")
-        begins, ends = (spans["rank"].map(edge) for edge in (by_rank["start_s"].min(), by_rank["end_s"].max()))
-        spans = spans[(spans["start_s"] < ends - _ROUNDING_S) & (spans["start_s"] + spans["duration_s"] > begins + _ROUNDING_S)]
-        origin = own["start_s"].min()
+        own, spans = run.steps[run.steps["step"].between(first, first if last is None else last)], run.timeline
+        origin, end_s = own["start_s"].min(), (own["start_s"] + own[list(PARTS)].sum(axis=1)).max()
+        spans = spans[(spans["start_s"] < end_s - _ROUNDING_S) & (spans["start_s"] + spans["duration_s"] > origin + _ROUNDING_S)]
     else:
         spans, origin = run, run["start_s"].min()
     spans = spans[~spans["name"].str.startswith("start ") & (spans["rank"].isin(spans["rank"] if ranks is None else ranks))]
     kinds = spans["name"].where(spans["name"].isin(list(_SPANS)), "other")
     kinds = kinds.mask(spans["stream"].str.startswith("communication"), "communication").mask(spans["stream"] == "update", "update")
     data = spans.assign(start_ms=1e3 * (spans["start_s"] - origin), duration_ms=1e3 * spans["duration_s"], kind=kinds)
-    tracks = list(dict.fromkeys(zip(data["rank"], data["stream"], data["row"], strict=True)))
+    end_ms = (data["start_ms"] + data["duration_ms"]).max()
+    tracks = {track: place for place, track in enumerate(dict.fromkeys(zip(data["rank"], data["stream"], data["row"], strict=True)))}
     figure = _figure(1.2 + 0.32 * len(tracks), data.drop(columns=["start_s", "duration_s"]))
     axes = figure.subplots()
-    for kind, (colour, hatch) in _SPANS.items():
-        if (own := data[data["kind"] == kind]).empty:
-            continue
-        places = [tracks.index(track) for track in zip(own["rank"], own["stream"], own["row"], strict=True)]
-        axes.barh(places, own["duration_ms"], 0.8, own["start_ms"], color=colour, hatch=hatch, edgecolor="white", linewidth=0.4, label=kind)
-    end_ms = (data["start_ms"] + data["duration_ms"]).max()
-    numbered = (data["kind"] == "communication") & data["name"].str.contains(" ")
-    for span in data[numbered & (data["duration_ms"] > end_ms / 40)].itertuples():
-        middle = float(span.start_ms) + float(span.duration_ms) / 2
-        text = str(span.name).rpartition(" ")[2]
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-        axes.text(middle, tracks.index((span.rank, span.stream, span.row)), text, ha="center", va="center", fontsize=8, bbox=box)
+    for kind, own in data.groupby("kind"):
+        colour, hatch = _SPANS[str(kind)]
+        places = [tracks[track] for track in zip(own["rank"], own["stream"], own["row"], strict=True)]
+        shape: Any = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.4, "label": kind}
+        bars = axes.barh(places, own["duration_ms"], 0.8, own["start_ms"], **shape)
+        numbers = own["name"].str.extract(r" (\S+)$", expand=False).where((own["duration_ms"] > end_ms / 40) & (kind == "communication"))
+        axes.bar_label(
+            bars, numbers.fillna(""), label_type="center", fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        )
     labels = [f"rank {rank}, {stream}" if row == 0 else "" for rank, stream, row in tracks]
     axes.set_yticks(range(len(tracks)), labels, fontsize=9)
     axes.set(xlabel="time (ms)", xlim=(0, end_ms))
@@ -156,46 +141,23 @@ def loss_against_time(runs: Mapping[str, RunResult | Sequence[RunResult]] | pd.D
         several = {label: [run] if isinstance(run, RunResult) else run for label, run in runs.items()}
         is_held_out = all(run.held_out for own in several.values() for run in own)
         data = pd.concat([_over_seeds(label, own, is_held_out=is_held_out) for label, own in several.items()])
-    wide = data["label"].str.len().max() > _WIDE
-    figure = _figure(3.6 + 0.15 * wide * data["label"].nunique(), data)
+    figure = _figure(3.6 + 0.15 * data["label"].nunique(), data)
     left, right = figure.subplots(1, 2, sharey=True)
-    for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
-        for axes, column in ((left, "step"), (right, "seconds")):
-            every = max(1, len(own) // 8)
-            axes.plot(own[column], own["loss"], style, color=colour, marker=marker, markersize=4, markevery=every, label=_text(label))
+    for axes, column, label in ((left, "step", "steps of a trainer"), (right, "seconds", "time (s)")):
+        for own, line in _lines(axes, data, "label", column, "loss", markevery=max(1, len(data) // data["label"].nunique() // 8)):
             if "low" in own and (own["low"] < own["high"]).any():
-                axes.fill_between(own[column], own["low"], own["high"], color=colour, alpha=0.2, linewidth=0)
-    for axes, label in ((left, "steps of a trainer"), (right, "time (s)")):
+                axes.fill_between(own[column], own["low"], own["high"], color=line.get_color(), alpha=0.2, linewidth=0)
         if target is not None and is_held_out:
             axes.axhline(target, color="black", linewidth=0.8, linestyle=(0, (1, 3)), label=f"target, {target:g}")
         axes.set_xlabel(label)
-        _finish(axes, legend=axes is right and not wide)
-    if wide:
-        figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        _finish(axes, legend=False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     left.set_ylabel("held-out loss" if is_held_out else "loss of the batches")
     return figure
 
 
-def loss_to_target(arms: Sequence[tuple[str, float, Sequence[RunResult]]], target: float | None) -> Drawing:
-    """Draw the loss of each run to a target, one line per run. Seconds are steps times seconds per step.
-
-    ``arms`` has a label, seconds per step, and runs for each strategy. Raises ``ConfigError`` for a run without
-    losses.
-    """
-    losses = [
-        part
-        for label, step_s, runs in arms
-        for run in runs
-        for own in [_losses(label, run, is_held_out=bool(run.held_out))]
-        for part in (own.assign(seconds=own["step"] * step_s), pd.DataFrame({"label": [label]}))  # no line joins two runs
-    ]
-    figure = loss_against_time(pd.concat(losses, ignore_index=True), target)
-    figure.axes[0].set_ylabel("loss")
-    return figure
-
-
 def scaling(found: Sizes | pd.DataFrame) -> Drawing:
-    """Draw samples per second over the number of trainers, with an ideal line; below, efficiency and any cost.
+    """Draw samples per second over the number of trainers, with an ideal line; below, efficiency.
 
     ``found`` is the result of ``tune --simulate-only --sweep``, or a table with ``trainers`` and
     ``samples_per_s``, such as a sweep's, and with ``label`` if there are several lines. An efficiency of 100 %
@@ -208,21 +170,13 @@ def scaling(found: Sizes | pd.DataFrame) -> Drawing:
     figure = _figure(5.6, data)
     above, below = figure.subplots(2, 1, sharex=True)
     first = data[data["label"] == data["label"].iloc[-1]]
-    above.loglog(first["trainers"], per_trainer.loc[first.index].iloc[0] * first["trainers"], color="#6b6b6b", linewidth=0.8, label="ideal")
-    for (label, own), (colour, marker, style) in zip(data.groupby("label", sort=False), cycle(_LINES)):
-        above.loglog(own["trainers"], own["samples_per_s"], style, color=colour, marker=marker, markersize=5, label=str(label))
-        below.semilogx(own["trainers"], own["efficiency_percent"], style, color=colour, marker=marker, markersize=5)
-    above.set(ylabel="samples per second", title=title)
+    above.plot(first["trainers"], per_trainer.loc[first.index].iloc[0] * first["trainers"], color="#6b6b6b", linewidth=0.8, label="ideal")
+    for axes, column in ((above, "samples_per_s"), (below, "efficiency_percent")):
+        _lines(axes, data, "label", "trainers", column)
+    above.set(ylabel="samples per second", title=title, yscale="log")
     _thousands(above.yaxis)
     below.set(ylim=(0, 105), ylabel="efficiency (%)", xlabel="trainers")
-    sizes = sorted(data["trainers"].unique())
-    below.set_xticks(sizes, [f"{number:,}" for number in sizes])
-    below.xaxis.set_minor_locator(NullLocator())
-    if not isinstance(found, pd.DataFrame) and "cost" in data:
-        priced, money = data.dropna(subset="cost"), below.twinx()
-        money.plot(priced["trainers"], priced["cost"], "+:", color="black", markersize=8)
-        money.set_ylim(0, 1.05 * priced["cost"].max())
-        money.set_ylabel(f"+ cost of {found.priced_samples:,.0f} samples")
+    _log_ticks(below, data["trainers"])
     _finish(above)
     _finish(below, legend=False)
     return figure
@@ -236,16 +190,11 @@ def curves(table: pd.DataFrame, x: str, y: str, by: str | None = None, bound: st
     """
     figure = _figure(3.8, table[[name for name in (by, x, y, bound) if name is not None]])
     axes = figure.subplots()
-    groups: Any = [("", table)] if by is None else table.groupby(by, sort=False)
-    for (value, own), (colour, marker, style) in zip(groups, cycle(_LINES)):
-        label = y if by is None else str(value)
-        axes.semilogx(own[x], own[y], style, color=colour, marker=marker, markersize=5, label=label)
+    _lines(axes, table, by, x, y)
     if bound is not None:
         own = table.drop_duplicates(x).sort_values(x)
         axes.plot(own[x], own[bound], color="black", linewidth=1.2, linestyle=(0, (1, 2)), label=bound)
-    ticks = sorted(table[x].unique())
-    axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    _log_ticks(axes, table[x])
     axes.set(**{"xlabel": x, "ylabel": y, "ylim": (0, None)} | labels)
     _finish(axes, legend=by is not None or bound is not None)
     return figure
@@ -269,12 +218,9 @@ def sensitivity(found: SimulatedRecommendation | Sequence[Case]) -> Drawing:
     table = table * 1e3 if target is None else table
     figure = _figure(1.3 + 0.32 * len(table), table)
     axes, places = figure.subplots(), range(len(table))
-    for number, (name, (colour, marker, _), area) in enumerate(zip(table.columns, cycle(_LINES), cycle((55, 43, 110)))):
+    for name, (colour, marker, _) in zip(table.columns, _LINES, strict=False):
         axes.axvline(table[name].iloc[0], color=colour, linewidth=0.8, linestyle=":")
-        face = colour if number % 2 else "none"
-        if len(table.columns) == 1:
-            axes.hlines(places, table[name].iloc[0], table[name], color=colour, linewidth=3)
-        axes.scatter(table[name], places, area, marker=marker, facecolors=face, edgecolors=colour, label=name, zorder=4 - area / 100)
+        axes.plot(table[name], places, marker, color=colour, markersize=8, fillstyle="none", label=name)
     axes.set_yticks(places, list(table.index))
     axes.set_xlabel(f"{'mean step time (ms)' if target is None else f'seconds to loss {target:g}'}; dotted: as it is")
     axes.set_xlim(left=0)
@@ -296,9 +242,7 @@ def residuals(found: pd.DataFrame, band_percent: float | None = None) -> Drawing
     if band_percent is not None:
         axes.axhspan(-band_percent, band_percent, color="#e3e3e3", linewidth=0, label=f"within {band_percent:g} %")
     axes.axhline(0, color="black", linewidth=0.8)
-    for number, ((group, own), (colour, marker, _)) in enumerate(zip(data.groupby("group", sort=False), cycle(_LINES))):
-        face = "none" if number % 2 else colour
-        axes.scatter(1e3 * own["measured_s"], own["error_percent"], 28, marker=marker, facecolors=face, edgecolors=colour, label=str(group))
+    _lines(axes, data.assign(measured_ms=1e3 * data["measured_s"]), "group", "measured_ms", "error_percent", linestyle="")
     axes.set(xscale="log", xlabel="measured (ms)", ylabel="predicted over measured, minus 1 (%)")
     _thousands(axes.xaxis)
     _finish(axes)
@@ -319,14 +263,28 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=120, format="png")
 
 
-def _text(label: object) -> str:
-    """Return a label with user-given names, escaped so that matplotlib does not read it as a formula."""
-    return str(label).replace("$", "\\$")
+def _lines(axes: Axes, data: pd.DataFrame, by: str | None, x: str, y: str, **options: Any) -> list[tuple[pd.DataFrame, Line2D]]:
+    """Draw ``y`` over ``x`` with one line for each value of ``by``; return each line with its part of the data."""
+    groups: Any = [(y, data)] if by is None else data.groupby(by, sort=False)
+    drawn = []
+    for (label, own), (colour, marker, style) in zip(groups, cycle(_LINES)):
+        plain: Any = {"color": colour, "marker": marker, "linestyle": style, "markersize": 5, **options}
+        text = str(label).replace("$", "\\$")  # otherwise matplotlib reads a formula
+        drawn.append((own, axes.plot(own[x], own[y], label=text, **plain)[0]))
+    return drawn
+
+
+def _log_ticks(axes: Axes, values: pd.Series) -> None:
+    """Make the x axis logarithmic, with a tick at each of the values."""
+    ticks = sorted(values.unique())
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _figure(height: float, data: pd.DataFrame) -> Drawing:
     with mpl.rc_context(_STYLE):
-        figure = Drawing(figsize=(_WIDTH_INCHES, height), layout="constrained")
+        figure = Drawing(figsize=(8.0, height), layout="constrained")
     figure.data = data
     return figure
 
@@ -351,7 +309,7 @@ def _thousands(axis: Axis) -> None:
 
 def _bars(table: pd.DataFrame, label: str, hatches: Sequence[str], **options: Any) -> Drawing:
     """Draw horizontal bars, the table's first row on top."""
-    figure = _figure(1.1 + 0.34 * max(table.size if "xerr" in options else len(table), 1), table)
+    figure = _figure(1.1 + 0.34 * max(len(table) if options.get("stacked") else table.size, 1), table)
     with mpl.rc_context(_STYLE):
         axes = table.plot.barh(ax=figure.subplots(), width=0.7, xlabel=label, edgecolor="white", linewidth=0.4, **options)
     for bars, hatch in zip((own for own in axes.containers if isinstance(own, BarContainer)), hatches, strict=False):
@@ -383,8 +341,6 @@ def _losses(label: str, run: RunResult, *, is_held_out: bool) -> pd.DataFrame:
 
 
 def _of_sizes(found: Sizes) -> pd.DataFrame:
-    rows = [
-        ("the experiment's own strategy", size.trainers, size.samples_per_s * size.step_s / size.default_s, np.nan) for size in found.sizes
-    ]
-    rows += [("best strategy", size.trainers, size.samples_per_s, np.nan if size.cost is None else size.cost) for size in found.sizes]
-    return pd.DataFrame(rows, columns=["label", "trainers", "samples_per_s", "cost"]).dropna(axis="columns", how="all")
+    rows = [("the experiment's own strategy", size.trainers, size.samples_per_s * size.step_s / size.default_s) for size in found.sizes]
+    rows += [("best strategy", size.trainers, size.samples_per_s) for size in found.sizes]
+    return pd.DataFrame(rows, columns=["label", "trainers", "samples_per_s"])

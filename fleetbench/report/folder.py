@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import tomli_w
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import encode
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile
 from fleetbench.result import RunResult
@@ -19,9 +17,8 @@ from fleetbench.store import new_folder
 def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, RunResult], root: Path) -> Path:
     """Write a profile into a new folder below ``root``, and return the folder.
 
-    ``experiment.toml`` is the profiled experiment, ``profile.toml`` and ``cluster.toml`` are the
-    measurements. The file named by ``Profile.experiment_file`` is the experiment with both, for ``fleetbench
-    sim``.
+    ``experiment.toml`` is the profiled experiment, ``profile.toml`` has the measurements. The file named by
+    ``Profile.experiment_file`` is the experiment with both, for ``fleetbench sim``.
     """
     with new_folder(experiment, "profile", root) as (folder, _):
         experiment.save(folder / "experiment.toml")
@@ -29,7 +26,6 @@ def save_profile(experiment: Experiment, profile: Profile, runs: Mapping[str, Ru
         workload = dataclasses.replace(experiment.workload, profile="profile.toml")
         measured = experiment.replace(workload=workload, cluster=measured_cluster(experiment.cluster, profile))
         measured.save(folder / profile.experiment_file)
-        (folder / "cluster.toml").write_text(tomli_w.dumps({"cluster": encode(measured.cluster)}), encoding="utf-8")
         steps_of(runs).to_parquet(folder / "steps.parquet", index=False)
     return folder
 

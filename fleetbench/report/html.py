@@ -49,10 +49,10 @@ def _losses(tune: TuneView | None) -> str | None:
 
     None if both strategies train the same way, or if losses are missing.
     """
-    if tune is None or not tune.to_target or not all(runs for *_, runs in tune.to_target):
+    if tune is None or not tune.to_target or not all(tune.to_target.values()):
         return None
     with suppress(ConfigError):  # emulated trainers have no losses
-        return figures.data_uri(figures.loss_to_target(tune.to_target, tune.recommendation.target_loss))
+        return figures.data_uri(figures.loss_against_time(tune.to_target, tune.recommendation.target_loss))
     return None
 
 

@@ -1,7 +1,7 @@
 """A report's content as a single object, read from the folder of a tuning or of a single run."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from fleetbench import units
 from fleetbench.config import flat
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
-from fleetbench.report.answer import Answer, answer_of, best_of, step_seconds
+from fleetbench.report.answer import Answer, answer_of, best_of
 from fleetbench.result import STEPS_FILE, RunResult
 from fleetbench.store import load_run
-from tuner.notes import Note, left_out
+from tuner.notes import Note
 from tuner.recommendation import Arm, Recommendation
 
 SPLIT = ("compute", "wait", "exposed communication", "update", "other")
@@ -37,8 +37,8 @@ class TuneView:
     """Least gain: for USE, the lower end of the speed-up's interval must exceed 1 + ``min_gain``."""
     answer: Answer
     """The answer as formatted for readers."""
-    to_target: tuple[tuple[str, float, tuple[RunResult, ...]], ...]
-    """Heading, seconds per step, and stored runs to the target, of the default and of the other strategy."""
+    to_target: Mapping[str, Sequence[RunResult]]
+    """Stored runs to the target by heading, of the default and of the other strategy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Report:
     skipped: tuple[tuple[str, str], ...]
     """Settings of the experiment that were not realised, with reasons, each once."""
     notes: tuple[Note, ...] = ()
-    """Notes of the tuning, and about runs that the report leaves out."""
+    """Notes of the tuning."""
     environment: tuple[tuple[str, str], ...]
     """Machine, device and versions of the run."""
 
@@ -124,7 +124,7 @@ def _run_report(run: RunResult) -> Report:
 
 def _tune_report(folder: Path) -> Report:
     recommendation = Recommendation.load(folder)
-    runs, missing = _stored_runs(folder, recommendation)
+    runs = {name: read_run(folder / "runs" / name) for name in recommendation.runs}
     stored = list(runs.values())
     experiment = Experiment.load(folder / "experiment.toml")
     finalist, best = recommendation.finalist if recommendation.verdict == "USE" else None, best_of(recommendation)
@@ -140,32 +140,18 @@ def _tune_report(folder: Path) -> Report:
             chosen=finalist or DEFAULT,
             min_gain=experiment.tune.min_gain,
             answer=(answer := answer_of(recommendation, folder, splits, experiment.run.seed)),
-            to_target=() if best is None or not answer.seeds else tuple(_to_target(runs, recommendation, best, answer.column)),
+            to_target={} if best is None or not answer.seeds else _to_target(runs, recommendation, best, answer.column),
         ),
         splits=splits,
         skipped=_skipped(stored),
-        notes=(*recommendation.told, *missing),
+        notes=recommendation.told,
         environment=_environment(stored) if stored else (),
     )
 
 
-def _stored_runs(folder: Path, recommendation: Recommendation) -> tuple[dict[str, RunResult], list[Note]]:
-    """Return the tuning's runs by name, and a note if some can no longer be read."""
-    runs, missing, num = {}, list[ConfigError](), len(recommendation.runs)
-    for name in recommendation.runs:
-        try:
-            runs[name] = read_run(folder / "runs" / name)
-        except ConfigError as error:
-            missing.append(error)
-    return runs, [left_out(f"{len(missing)} of {num} stored runs", "are not drawn", missing[0])] if missing else []
-
-
-def _to_target(
-    runs: Mapping[str, RunResult], found: Recommendation, best: Arm, column: str
-) -> Iterator[tuple[str, float, tuple[RunResult, ...]]]:
-    for label, step_s, arm in zip(("today", column), step_seconds(found, best), (found.arms[0], best), strict=True):
-        names = () if arm.target is None else arm.target.runs
-        yield label, step_s, tuple(runs[name] for name in names if name in runs)
+def _to_target(runs: Mapping[str, RunResult], found: Recommendation, best: Arm, column: str) -> dict[str, list[RunResult]]:
+    named = {"today": found.arms[0].target, column: best.target}
+    return {label: [runs[name] for name in (() if target is None else target.runs) if name in runs] for label, target in named.items()}
 
 
 def _by_arm(runs: Mapping[str, RunResult], arms: Sequence[Arm]) -> dict[str, list[RunResult]]:

@@ -3,8 +3,8 @@
     python reports/damaged_files/damage.py [SECONDS]     # goes on with damage.jsonl; all of it takes half an hour
 
 Files are read as their commands read them. Refused: exit code 2, or the ``ConfigError`` behind it; ``begun anew`` is what a tuning does
-with legs that it cannot read. Same: what is read equals what was written. Files of other programs hold no digest (``foreign`` below):
-of these no traceback is asked, and what is believed is counted.
+with legs that it cannot read. Same: what is read equals what was written. Files that users may edit (TOML) and files of other programs
+hold no digest (``foreign`` below): of these no traceback is asked, and what is believed is counted.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from fleetbench.cli.main import main
 from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
+from fleetbench.fitting.stragglers import fit_source
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Communication, Profile
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
@@ -63,7 +64,7 @@ class Case:
     read: Callable[[], Any]
     """What stands in it. Raises ``ConfigError``."""
     foreign: bool = False
-    """Written by another program, without a digest."""
+    """Written by another program, or open to edits: without a digest."""
 
 
 class Anew(Exception):  # noqa: N818  # a way to end a read
@@ -128,13 +129,15 @@ def _simulated(path: Path) -> dict[str, Any]:
 def _settings(folder: Path) -> Iterator[Case]:
     folder.mkdir()
     experiment_of().save(folder / "experiment.toml")
-    yield Case("experiment.toml", folder / "experiment.toml", lambda: _simulated(folder / "experiment.toml"))
+    yield Case("experiment.toml", folder / "experiment.toml", lambda: _simulated(folder / "experiment.toml"), foreign=True)
     STRATEGY.save(folder / "strategy.toml")
-    yield Case("strategy.toml", folder / "strategy.toml", lambda: DistributedStrategy.load(folder / "strategy.toml"))
+    yield Case("strategy.toml", folder / "strategy.toml", lambda: DistributedStrategy.load(folder / "strategy.toml"), foreign=True)
     stored = keep(folder, "0123456789abcdef", STRATEGY, "USE localsgd = true: 1.20x")
-    yield Case("stored recommendation", stored, lambda: DistributedStrategy.parse(text_of(folder, "0123456789abcdef"), str(stored)))
+    yield Case(
+        "stored recommendation", stored, lambda: DistributedStrategy.parse(text_of(folder, "0123456789abcdef"), str(stored)), foreign=True
+    )
     profile_of().save(folder / "profile.toml")
-    yield Case("profile.toml", folder / "profile.toml", lambda: Profile.load(folder / "profile.toml"))
+    yield Case("profile.toml", folder / "profile.toml", lambda: Profile.load(folder / "profile.toml"), foreign=True)
 
 
 def profile_of() -> Profile:
@@ -158,7 +161,7 @@ def _tunings(folder: Path) -> Iterator[Case]:
         experiment="12345678", name="n", verdict="USE", reason="faster", strategy=STRATEGY, speedup=1.2, low=1.1, high=1.3
     )
     said.save(folder)
-    yield Case("recommended.toml", folder / "recommended.toml", lambda: DistributedStrategy.load(folder / "recommended.toml"))
+    yield Case("recommended.toml", folder / "recommended.toml", lambda: DistributedStrategy.load(folder / "recommended.toml"), foreign=True)
     yield Case("recommendation.json", folder / "recommendation.json", lambda: Recommendation.load(folder))
 
     failed = Outcome(ran="0123456789abcdef", took_s=1.5, failure=("out of memory", "rank 1", None, None))
@@ -207,29 +210,17 @@ def _trials(experiment: Experiment, folder: Path, written: Sequence[tuple[Any, .
 
 def _foreign(folder: Path) -> Iterator[Case]:
     folder.mkdir()
-    rows = [{"rank": rank, "step": step, "x": (rank + step) / 7} for rank in range(2) for step in range(1, 9)]
+    rows = [{"rank": rank, "step": step, "compute_s": (rank + step) / 7} for rank in range(2) for step in range(1, 9)]
     table = pd.DataFrame(rows)
     table.to_csv(folder / "trace.csv", index=False)
     table.to_parquet(folder / "trace.parquet", index=False)
     for file in sorted(folder.glob("trace.*")):
-        experiment = folder / f"{file.name}.toml"
-        experiment_of(stragglers=[{"kind": "trace", "path": str(file)}]).save(experiment)
-        yield Case(f"foreign/{file.name}", file, lambda experiment=experiment: _without_digest(experiment), foreign=True)
+        yield Case(f"foreign/{file.name}", file, lambda file=file: fit_source(file), foreign=True)
     vectors = [(str(place), [place / 7, -place / 3]) for place in range(20)]
     own = pd.DataFrame([vector for _, vector in vectors], [name for name, _ in vectors], dtype=np.float32)
     write_vectors(folder / "v.parquet", own)
     for file in sorted(folder.glob("v.*")):
         yield Case(f"foreign/{file.name}", file, lambda file=file: _vectors(file), foreign=True)
-    experiment_of().save(folder / "own.toml")
-    (folder / "own.toml").write_text((folder / "own.toml").read_text().partition("\n")[2])
-    yield Case("foreign/experiment.toml by hand", folder / "own.toml", lambda: _simulated(folder / "own.toml"), foreign=True)
-    (folder / "s.toml").write_text(f"[strategy]\n{'thread_num = 2'}\n")
-    yield Case("foreign/strategy.toml by hand", folder / "s.toml", lambda: DistributedStrategy.load(folder / "s.toml"), foreign=True)
-
-
-def _without_digest(experiment: Path) -> dict[str, Any]:
-    """A trace's content is in the experiment's digest: what it does to the times is compared."""
-    return {key: value for key, value in _simulated(experiment).items() if key != "experiment"}
 
 
 def damages(whole: bytes, flips: int = FLIPS, every: int = EVERY) -> Iterator[tuple[str, int, bytes]]:

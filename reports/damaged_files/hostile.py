@@ -100,8 +100,7 @@ STRAGGLERS: dict[str, dict[str, Any]] = {
     "slow_rank": {"ranks": [1], "factor": 2.0},
     "slow_node": {"nodes": [1], "factor": 2.0},
     "episode": {"rate": "0.1 /step", "length": "3 steps", "factor": 2.0},
-    "empirical": {"values": [0.0, 0.5]},
-    "trace": {"path": "/nowhere"},
+    "blocks": {"values": [[0.0, 0.5]], "block_steps": 1},
 }
 
 

@@ -3,7 +3,7 @@
 Run from the repository's root: ``python reports/planted_truths/measure.py [ROUNDS] [SMALL_ROUNDS]``. Writes ``raw.json``
 (every verdict with its pairs) and prints the rows of README.md. Each round takes its own profile.
 
-A small gain g is planted by a trace in which the two trainers are late in turns, by d = 2g / (1 - g) of a step's compute: meeting
+A small gain g is planted by stragglers in which the two trainers are late in turns, by d = 2g / (1 - g) of a step's compute: meeting
 after every step they take 1 + d, meeting after every second 1 + d / 2, and (1 + d) / (1 + d / 2) = 1 + g. What a step takes beside
 its compute (the exchange of 3 kB) dilutes the gain, which is therefore a ceiling.
 """
@@ -51,8 +51,9 @@ nodes = 1
 trainers_per_node = 2
 
 [[cluster.stragglers]]
-kind = "trace"
-path = "in_turns.csv"
+kind = "blocks"  # one block holds the whole run
+values = [[LATE, 0.0], [0.0, LATE]]
+block_steps = 10_000
 
 [tune]
 trials = 10
@@ -68,10 +69,8 @@ thread_num = [1]
 def small_gain(gain: float, folder: Path) -> Path:
     """An experiment in which two local steps gain so much of the compute, or nothing does; written to ``folder``."""
     late = 2 * gain / (1 - gain)
-    rows = [f"{rank},{step},{late if (rank + step) % 2 else 0.0}" for step in range(1, 1001) for rank in range(2)]
-    (folder / "in_turns.csv").write_text("rank,step,x\n" + "\n".join(rows) + "\n", encoding="utf-8")
     path = folder / "experiment.toml"
-    path.write_text(SMALL.replace("NAME", f"planted_{100 * gain:.0f}_percent"), encoding="utf-8")
+    path.write_text(SMALL.replace("NAME", f"planted_{100 * gain:.0f}_percent").replace("LATE", str(late)), encoding="utf-8")
     return path
 
 

@@ -7,7 +7,6 @@ sampled steps of a job one half is fitted, and the other half held out: every se
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +21,7 @@ from fleetbench.experiment import Experiment, Run
 from fleetbench.fitting.stragglers import fit_stragglers
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.store import machine, versions
-from fleetbench.stragglers import ONE, Straggler, Trace, draws
+from fleetbench.stragglers import ONE, Blocks, Straggler, draws
 from fleetbench.workload import LayerSpec, Workload
 from sim.many.what_if import what_if
 
@@ -109,12 +108,9 @@ def errors(fitted_s: Floats, held_out_s: Floats) -> dict[str, float]:
 
 def replayed(group: Group, times_s: Floats) -> dict[str, float]:
     """Gains of the group's what-ifs with these steps replayed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "held_out.parquet"
-        rows = [(rank, step + 1, took) for rank, times in enumerate(times_s) for step, took in enumerate(times)]
-        pd.DataFrame(rows, columns=["rank", "step", "compute_s"]).to_parquet(path)
-        base_s = float(times_s.min())
-        return simulated(group, (Trace(path=str(path), base=Nanoseconds(int(base_s * 1e9))),), base_s, steps=times_s.shape[1])
+    base_s = float(times_s.min())
+    whole = Blocks(values=tuple(map(tuple, (times_s / base_s - 1).tolist())), block_steps=times_s.shape[1])
+    return simulated(group, (whole,), base_s, steps=times_s.shape[1])
 
 
 def simulated(group: Group, entries: tuple[Straggler, ...], base_s: float, steps: int) -> dict[str, float]:

@@ -35,7 +35,7 @@ def test_tune_prints_the_choice(command: Callable, experiment: Files, tmp_path: 
     assert ended.code == 0, ended.err
     line, place = ended.out.strip().splitlines()[-4:-2]
     assert line.startswith("SIMULATED, under cluster.churn: elastic training, K = 4, a checkpoint every ")
-    assert Path(place.removeprefix("strategy: ")).read_text(encoding="utf-8").splitlines()[1] == f"# {line}"
+    assert Path(place.removeprefix("strategy: ")).read_text(encoding="utf-8").splitlines()[0] == f"# {line}"
     assert "synchronous, Young" in ended.out
 
 

@@ -52,7 +52,7 @@ def test_a_config_json_is_estimated_and_simulated(command: Callable, config: Pat
     ("more", "message"),
     [
         (("--gpt", "124M"), "both name a model"),
-        (("--gpu", "40 TFLOP/s, 24 GB"), "lack the memory's rate"),
+        (("--gpu", "40 TFLOP/s, 24 GB"), "three figures"),
     ],
 )
 def test_two_models_and_half_a_gpu_are_refused(

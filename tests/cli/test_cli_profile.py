@@ -50,7 +50,7 @@ def test_a_profile_is_what_sim_runs_with(command: Callable, place: Path, monkeyp
     assert ended.code == 0, ended.err
     (folder,) = (place / "runs").iterdir()
     assert folder.name.startswith("mine-profile-")
-    files = ("experiment.toml", "measured.toml", "cluster.toml", "profile.toml", "steps.parquet", "manifest.json")
+    files = ("experiment.toml", "measured.toml", "profile.toml", "steps.parquet", "manifest.json")
     assert sorted(path.name for path in folder.iterdir()) == sorted(files)
     assert ended.out.splitlines()[-1] == f"simulate with it: fleetbench sim {folder / 'measured.toml'}"
     profile = Profile.load(folder / "profile.toml")

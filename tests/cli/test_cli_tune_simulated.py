@@ -37,7 +37,7 @@ def test_it_prints_an_answer_and_writes_a_strategy(command: Callable, experiment
     assert answer.startswith("SIMULATED, declared compute: use ")
     assert "outside of this answer: tensor, pipeline, context and expert parallelism" in ended.out
     path = Path(place.removeprefix("recommendation: "))
-    assert path.read_text(encoding="utf-8").splitlines()[1] == f"# {answer}"
+    assert path.read_text(encoding="utf-8").splitlines()[0] == f"# {answer}"
     DistributedStrategy.load(path)
     data = json.loads((path.parent / "recommendation.json").read_text(encoding="utf-8"))
     assert data["simulated"]

@@ -25,23 +25,6 @@ def test_queues_by_hand(queues: list[list[float]], alpha_s: float, latency: floa
     assert found == [pytest.approx(lane) for lane in expected]
 
 
-@pytest.mark.parametrize(
-    ("queue", "alpha_s", "latency", "transfer", "expected"),
-    [
-        ([4.0, 4.0], 0.0, 2.0, 1.0, [6.0, 8.0]),
-        ([4.0], 1.0, 2.0, 1.0, [5.0]),
-        ([1.0, 3.0, 2.0], 0.0, 2.0, 1.0, [2.5, 4.0, 3.5]),  # until 0.5, 2, 2.5 and 4; the third from 2.5 on, until 5 and 6
-        ([1.0, 4.0, 1.0], 1.0, 2.0, 1.0, [3.5, 5.5, 3.5]),  # as two queues of which one has two members
-        ([2.0, 2.0, 2.0], 0.0, 2.0, 2.0, [2.0, 2.0, 2.0]),  # a link that carries two
-    ],
-)
-def test_one_queue_of_which_two_are_under_way(
-    queue: list[float], alpha_s: float, latency: float, transfer: float, expected: list[float]
-) -> None:
-    """The next begins as soon as one of two ends."""
-    assert durations([queue], alpha_s, Together(latency=latency, transfer=transfer), depth=2)[0] == [pytest.approx(expected)]
-
-
 @pytest.mark.parametrize(("latency", "transfer"), [(2.0, 1.0), (0.6, 1.5), (1.4, 0.4)])
 def test_both_are_found_again_from_one_queue(latency: float, transfer: float) -> None:
     """Two under way of nine, of which the first two are not known, within 2 %."""
@@ -61,9 +44,3 @@ def test_both_are_found_again(latency: float, transfer: float) -> None:
     found = fit_together(queues, 0.5, known)
     assert found.latency == pytest.approx(latency, rel=0.02)
     assert found.transfer == pytest.approx(transfer, rel=0.02)
-
-
-def test_times_that_tell_nothing_leave_a_shared_link() -> None:
-    """Nothing is known of either queue: latencies are nobody's business, and transfers share."""
-    found = fit_together([[1.0], [1.0]], 0.5, [[None], [None]])
-    assert (found.latency, found.transfer) == (pytest.approx(2.0, abs=0.02), pytest.approx(1.0, abs=0.02))

@@ -21,16 +21,6 @@ def test_points_on_a_line_give_the_line(intercept: float, slope: float) -> None:
     assert line.largest_residual < 1e-6
 
 
-def test_noise_moves_the_line_little() -> None:
-    """5 % noise: over 200 drawings no number is 15 % off."""
-    generator = np.random.default_rng(1)
-    for _ in range(200):
-        took = [(1e-4 + 2e-9 * size) * (1 + 0.05 * generator.standard_normal()) for size in SIZES]
-        line = fit_line(SIZES, took)
-        assert line.intercept == pytest.approx(1e-4, rel=0.15)
-        assert line.slope == pytest.approx(2e-9, rel=0.15)
-
-
 def test_one_wild_point_does_not_decide() -> None:
     """A point ten times too long moves a line through 19 points by less than 2 %, and is the largest residual."""
     took = [1e-4 + 2e-9 * size for size in SIZES]
@@ -45,12 +35,6 @@ def test_neither_number_falls_below_zero() -> None:
     """Times that fall with size have no slope; times whose line starts below zero have no intercept."""
     assert fit_line([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).slope == 0.0
     assert fit_line([1.0, 2.0, 3.0], [1.0, 3.0, 5.0]).intercept == 0.0
-
-
-def test_a_weight_decides_between_points_that_disagree() -> None:
-    """Points at 1, 2 and 4 that no line joins: with all the weight on the first and the last, their line comes out, 1 + x."""
-    line = fit_line([1.0, 2.0, 4.0], [2.0, 4.0, 5.0], [1.0, 1e-12, 1.0])
-    assert (line.intercept, line.slope) == (pytest.approx(1.0, rel=1e-3), pytest.approx(1.0, rel=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -80,10 +64,3 @@ def test_hockneys_link_is_that_of_the_ring(trainers: int) -> None:
     link = Hockney(trainers=trainers, line=fit_line(SIZES * 3, took)).link
     assert link.latency * 1e-9 == pytest.approx(latency_s, rel=0.05)
     assert link.bandwidth == pytest.approx(bandwidth, rel=0.05)
-
-
-def test_a_link_that_costs_nothing_can_be_stored() -> None:
-    """Constant times have no slope: the largest bandwidth that a file holds stands for it."""
-    link = Hockney(trainers=2, line=fit_line([1.0, 1e6], [1e-3, 1e-3])).link
-    assert link.latency == 500_000
-    assert link.bandwidth == 2**63 - 1

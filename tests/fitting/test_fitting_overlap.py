@@ -99,39 +99,3 @@ def test_slowdowns_are_found_again(compute: float, collective: float) -> None:
     assert found.collective == pytest.approx(collective, abs=0.02)
     assert found.error < 1e-3
     assert found.statement is None
-
-
-def test_noise_of_one_per_cent_moves_them_little() -> None:
-    """Both durations 1 % too long: slowdowns of 0.5 stay within 0.05, and nothing of that 1 % is left unexplained."""
-    truth = overlap(BUCKETS, 0.5, 0.5)
-    found = fit_slowdowns(BUCKETS, Overlapped(1.01 * truth.backward_s, 1.01 * truth.stall_s))
-    assert found.compute == pytest.approx(0.5, abs=0.05)
-    assert found.collective == pytest.approx(0.5, abs=0.05)
-    assert found.error < 0.001
-
-
-def test_transfers_that_end_early_tell_only_what_the_two_do_together() -> None:
-    """A third of the bytes, all of which have arrived before the next bucket is ready: the times come back, and a statement."""
-    quick = dataclasses.replace(BUCKETS, takes_s=(0.0165, 0.0085, 0.0125, 0.0125, 0.0025))
-    truth = overlap(quick, 0.3, 0.0)
-    found = fit_slowdowns(quick, truth)
-    assert found.statement is not None
-    again = overlap(quick, found.compute, found.collective)
-    assert again.backward_s == pytest.approx(truth.backward_s, rel=1e-3)
-    assert again.stall_s == pytest.approx(truth.stall_s, rel=1e-2)
-
-
-def test_times_too_short_for_any_slowdown_are_left_unexplained() -> None:
-    """A backward 20 % quicker than undisturbed has no slowdown, and the error says by how much the rule misses it."""
-    free = overlap(BUCKETS, 0.0, 0.0)
-    found = fit_slowdowns(BUCKETS, Overlapped(0.8 * free.backward_s, free.stall_s))
-    assert (found.compute, found.collective) == (pytest.approx(0.0, abs=0.01), pytest.approx(0.0, abs=0.05))
-    assert found.error > 0.1
-
-
-def test_a_bucket_that_is_ready_with_the_backward_tells_nothing() -> None:
-    """Nothing is in flight beside compute: no slowdown, and a statement."""
-    alone = Exchange(ready_s=(1.0,), takes_s=(1.1,), backward_s=1.0, start_s=(0.0,))
-    found = fit_slowdowns(alone, Overlapped(1.5, 3.0))
-    assert (found.compute, found.collective) == (0.0, 0.0)
-    assert found.statement is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pandas as pd
 import pytest
 from profiled_devices import BASE_US, CUDA, ROCM, Device
 
-from fleetbench import traces
 from fleetbench.errors import ConfigError
 from fleetbench.fitting.stragglers import compute_times, fit_source
 from fleetbench.profiler_traces import COMMUNICATION, read_profiler
@@ -175,18 +173,8 @@ def test_a_lagging_device_makes_no_straggler(tmp_path: Path) -> None:
     assert any("1 ms of compute" in text for text in fit.statements)
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.data"])
-@pytest.mark.parametrize("text", ["rank, step, compute_s\n0, 1, 0.5\n0, 2, 0.25\n", ",Rank ,Step,compute_ms\n7,0,1,500\n8,0,2,250\n"])
-def test_tables_are_read_as_pandas_reads_them(name: str, text: str, tmp_path: Path) -> None:
-    """Compressed, with spaces after commas, with pandas' index, and in milliseconds where the column says so."""
-    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    times_s, notes = compute_times(tmp_path / name)
-    assert times_s.tolist() == [[0.5, 0.25]]
-    assert notes == ()
-
-
 def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
-    """A folder without a trace; two tables are not one; a trace is not replayed, and the command is named."""
+    """A folder without a trace says what it holds; two tables are not one."""
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"has no trace of torch.profiler"):
         compute_times(tmp_path)
@@ -194,9 +182,6 @@ def test_sources_that_are_nothing_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text("rank,step,compute_s\n0,1,1\n")
     with pytest.raises(ConfigError, match="several sources"):
         compute_times([tmp_path / "a.csv", tmp_path / "b.csv"])
-    path = _spoilt(lambda events: events, tmp_path / "t.json")
-    with pytest.raises(ConfigError, match=r"is no table: it seems to be a trace of torch.profiler(?s:.)*fleetbench profile --from"):
-        traces.read_table(path, "cluster.stragglers[0]")
 
 
 def test_the_fit_of_a_trace_says_how_it_was_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -44,23 +45,51 @@ def test_a_run_is_fitted_by_its_folder_or_its_table(tmp_path: Path) -> None:
     assert (compute_times(run.path / "steps.parquet")[0] == times_s).all()
 
 
+GOOD = [{"rank": 0, "step": 1, "compute_s": 1.0}, {"rank": 0, "step": 2, "compute_s": 1.0}]
+
+
 @pytest.mark.parametrize(
-    ("row", "said"),
+    "rows",
     [
-        ({"rank": 0, "step": 1, "duration": 1.0}, "has the columns rank, step, duration"),
-        ({"rank": 1, "step": 1, "compute_s": 1.0}, "not numbered from 0"),
-        ({"rank": 0, "step": 1, "compute_s": 0.0}, "not above 0"),
-        ({"rank": 0, "step": 1, "compute_s": "long"}, "has not one number for rank 0"),
+        [{"rank": 0, "step": 1, "duration": 1.0}],
+        [{"rank": 1, "step": 1, "compute_s": 1.0}],
+        [{"rank": 0, "step": 0, "compute_s": 1.0}],
+        [{"rank": 0, "step": 1, "compute_s": 0.0}],
+        [{"rank": 0, "step": 1, "compute_s": "long"}],
+        [*GOOD, GOOD[0]],
+        [*GOOD, {"rank": 1, "step": 1, "compute_s": 1.0}],
+        [*GOOD, {"rank": None, "step": 1, "compute_s": 1.0}],
+        [*GOOD, {"rank": 1, "step": "two", "compute_s": 1.0}],
     ],
 )
-def test_a_table_that_lacks_something_is_refused(row: dict[str, object], said: str, tmp_path: Path) -> None:
-    """A column, a rank, time itself, or a number where one belongs."""
-    pd.DataFrame([row]).to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(ConfigError, match=rf"--from: .*{said}(.|\n)*HINT"):
-        compute_times(tmp_path / "t.csv")
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_a_table_that_lacks_something_is_refused(rows: list[dict[str, object]], name: str, tmp_path: Path) -> None:
+    """A column, a rank, a counted step, time itself, a number, one row per rank and step; the error names the file."""
+    table = pd.DataFrame(rows)
+    if name.endswith("csv"):
+        table.to_csv(tmp_path / name, index=False)
+    else:
+        table.astype({column: str for column in table if table[column].dtype == object}).to_parquet(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"--from: .*{name}(.|\n)*HINT"):
+        compute_times(tmp_path / name)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    """It is no table either."""
+def test_other_files_and_folders_are_refused(tmp_path: Path) -> None:
+    """A folder without a run, binary data, Parquet and gzip that end early, an empty file, and none."""
+    for content in (b"PAR1 and then nothing", b"\xff\xfe\x00\x01" * 20, b"\x1f\x8b and then nothing", b""):
+        (tmp_path / "t").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"--from: .*(.|\n)*HINT"):
+            compute_times(tmp_path / "t")
+    for path in (tmp_path / "none", tmp_path / "t" / "none", "/dev/zero"):
+        with pytest.raises(ConfigError, match=r"--from: .*(.|\n)*HINT"):
+            compute_times(path)
+    (tmp_path / "t").unlink()
     with pytest.raises(ConfigError, match="is no run folder"):
         compute_times(tmp_path)
+
+
+def test_a_table_may_be_compressed_and_have_other_columns(tmp_path: Path) -> None:
+    """As gzip under any name, with a byte-order mark and spaces after commas; warm-up steps do not count."""
+    text = "\ufeff" + pd.DataFrame([{"rank": 0, "step": -1, "compute_s": 9.0}, *GOOD]).assign(wait_s=3.0).to_csv().replace(",", ", ")
+    (tmp_path / "t").write_bytes(gzip.compress(text.encode()))
+    assert compute_times(tmp_path / "t")[0].tolist() == [[1.0, 1.0]]

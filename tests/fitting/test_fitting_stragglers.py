@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,18 +10,16 @@ import pytest
 from sim_cases import layered, link
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import decode, encode
 from fleetbench.fitting.stragglers import fit_stragglers, rank_factors
 from fleetbench.measurements import StragglerFit
 from fleetbench.profile import Profile
 from fleetbench.report.folder import measured_cluster
-from fleetbench.stragglers import ONE, Blocks, Empirical, Jitter, NodeShock, SlowRank, Straggler, draws
+from fleetbench.stragglers import ONE, Blocks, Jitter, NodeShock, SlowRank, Straggler, draws
 from sim.run import simulate
 
 BASE_S = 0.010
 SHARES = (0.5, 0.95, 0.99)
 JITTER = Jitter(distribution="exponential", mean=0.1)
-OLD = Path(__file__).parents[2] / "reports" / "virtual_trainers" / "testbed_profile" / "profile.toml"
 
 
 def drawn(entries: Sequence[Straggler], ranks: int, steps: int, seed: int = 1) -> np.ndarray:
@@ -68,27 +65,10 @@ def test_a_profile_draws_the_steps_that_were_measured(seed: int, tmp_path: Path)
     slowest, slowest_again = times.max(axis=0), again.max(axis=0)
     assert np.quantile(slowest_again, SHARES) == pytest.approx(np.quantile(slowest, SHARES), rel=0.03)
     assert np.corrcoef(slowest_again[1:], slowest_again[:-1])[0, 1] == pytest.approx(np.corrcoef(slowest[1:], slowest[:-1])[0, 1], abs=0.03)
-    assert found.quantiles == pytest.approx(1e9 * np.quantile(times, SHARES))
-    assert found.slowest_quantiles == pytest.approx(1e9 * np.quantile(slowest, SHARES))
     slow, blocks = found.entries
     assert isinstance(slow, SlowRank)
     assert (slow.ranks, slow.factor) == ((2,), pytest.approx(1.4, rel=0.01))
     assert isinstance(blocks, Blocks)
-
-
-@pytest.mark.slow
-def test_independent_draws_of_the_same_steps_are_other_steps(tmp_path: Path) -> None:
-    """What the test above would not see by ranks alone: without blocks the slowest rank takes longer, and neighbours are not alike."""
-    times = measured(5000, 0)
-    found = fit_stragglers(times)
-    slow, blocks = found.entries
-    assert isinstance(blocks, Blocks)
-    apart = Empirical(values=tuple(np.ravel(blocks.values)))
-    again = simulated(dataclasses.replace(found, entries=(slow, apart)), tmp_path).max(axis=0)
-    fast = simulated(dataclasses.replace(found, entries=(apart,)), tmp_path).max(axis=0)
-    level = (times / np.array([[1.0], [1.0], [1.4], [1.0]])).max(axis=0)
-    assert np.median(fast) > 1.03 * np.median(level)
-    assert abs(np.corrcoef(again[1:], again[:-1])[0, 1]) < 0.03
 
 
 def test_few_steps_are_drawn_as_they_are() -> None:
@@ -104,38 +84,6 @@ def test_few_steps_are_drawn_as_they_are() -> None:
     assert (np.bincount(nearest, minlength=400) > 0).all()
     assert (np.diff(nearest) % 400 == 1).mean() == pytest.approx(1 - 1 / 40, abs=0.005)
     Cluster(trainers_per_node=2, stragglers=found.entries)  # and a cluster takes them
-
-
-@pytest.mark.parametrize(("ranks", "steps", "num_kept"), [(100, 1000, 200), (5000, 30, 20)])
-def test_many_steps_are_thinned_by_blocks(ranks: int, steps: int, num_kept: int) -> None:
-    """Of more than 20,000 values: so many steps are kept, from begin to end, and the mean is the measured one within 2 %."""
-    times = drawn([JITTER], ranks, steps)
-    found = fit_stragglers(times)
-    (blocks,) = found.entries
-    assert isinstance(blocks, Blocks)
-    assert (len(blocks.values), len(blocks.values[0])) == (ranks, num_kept)
-    kept = found.base * 1e-9 * (1 + np.array(blocks.values))
-    assert kept.mean() == pytest.approx(times.mean(), rel=0.02)
-    assert kept[:, [0, -1]] == pytest.approx(times[:, [0, -1]], rel=1e-5)
-    assert any(f"from {num_kept} of {steps} steps" in text for text in found.statements)
-
-
-@pytest.mark.parametrize("laws", [{"jitter": {"distribution": "gamma"}}, {"shared": {"rate": 0.3}, "jitter": {"mean": 0.1}}])
-def test_files_with_fitted_laws_load(laws: dict[str, object]) -> None:
-    """Their entries say what is simulated, as before; the laws beside them are left out."""
-    entries = (SlowRank(ranks=(1,), factor=1.5), NodeShock(scope="cluster"), JITTER)
-    fit = StragglerFit(statements=("jitter: gamma",), base=10**6, median=10**6, entries=entries)  # type: ignore[arg-type]  # NewTypes
-    assert decode(encode(fit) | laws, StragglerFit, "stragglers") == fit
-
-
-def test_an_old_profile_loads() -> None:
-    """One that a report keeps, with its hundred quantiles, and a law that was fitted beside them."""
-    assert "[stragglers.jitter]" in OLD.read_text(encoding="utf-8")
-    stragglers = Profile.load(OLD).stragglers
-    assert stragglers is not None
-    (entry,) = stragglers.entries
-    assert isinstance(entry, Empirical)
-    assert len(entry.values) == 100
 
 
 def test_a_rank_that_is_slow_in_one_part_of_the_run_only_is_no_slow_rank() -> None:
@@ -175,30 +123,6 @@ def test_a_slow_rank_is_found_among_many(ranks: int) -> None:
         assert sum(factor > 1 for factor in factors) <= 2
 
 
-def test_few_steps_tell_no_slow_rank() -> None:
-    """Six steps, or nineteen, even of a rank that takes twice as long: it may have been slow for a while."""
-    for steps in (6, 19):
-        times = np.full((4, steps), BASE_S)
-        times[2] *= 2
-        factors, said = rank_factors(times)
-        assert factors == [1.0] * 4
-        assert f"too few steps to tell a slow rank: {steps} a rank" in said
-
-
-def test_ranks_that_are_late_together_are_said() -> None:
-    """The correlation is Spearman's, of all pairs; above 0.3 it is said."""
-    from scipy import stats
-
-    times = drawn([JITTER, NodeShock(distribution="gamma", mean=0.3, cv=0.7)], 3, 50)
-    found = fit_stragglers(times)
-    expected = np.mean([stats.spearmanr(times[a], times[b]).statistic for a, b in ((0, 1), (0, 2), (1, 2))])
-    assert found.correlation == pytest.approx(expected, abs=1e-3)
-    assert any("same steps" in text for text in found.statements)
-    apart = fit_stragglers(drawn([JITTER], 3, 50))
-    assert apart.correlation == pytest.approx(0.0, abs=0.2)
-    assert not any("same steps" in text for text in apart.statements)
-
-
 @pytest.mark.parametrize(
     ("times", "said"),
     [
@@ -213,7 +137,6 @@ def test_what_tells_too_little_is_said(times: np.ndarray, said: str) -> None:
     """Constant times, one rank, three samples: no entry, the median as the base, and a statement; no crash."""
     found = fit_stragglers(times)
     assert found.entries == ()
-    assert found.correlation is None
     assert found.base == found.median == round(np.median(times) * 1e9)
     assert any(said in text for text in found.statements)
 

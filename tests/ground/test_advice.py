@@ -7,7 +7,7 @@ import pytest
 from fleetbench.advice import Advice, advice
 from fleetbench.cluster import Cluster
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.workload import LayerSpec, LrDecay, Workload
+from fleetbench.workload import LrDecay, Workload
 
 NODES_OF_EIGHT = Cluster(nodes=4, trainers_per_node=8)
 RESNET50_BYTES = 25_557_032 * 4
@@ -50,15 +50,6 @@ def test_one_node_needs_little_of_it() -> None:
     assert len(found.left_out) == 2
 
 
-def test_the_gradients_of_a_table_of_layers_are_known() -> None:
-    """Twenty layers of 1 MiB: a tenth is 2 MiB. Of a model whose gradients are not known the fusion size stays Fleet's."""
-    layers = (LayerSpec(name="block", params=2**18, forward=1, backward=1, repeat=20),)
-    assert advice(Workload(model="layers", layers=layers), Cluster(trainers_per_node=2)).strategy.fuse_grad_size_in_MB == 2
-    found = advice(Workload(), Cluster(trainers_per_node=2))
-    assert found.strategy.fuse_grad_size_in_MB == 32
-    assert left_out(found, "fusion size") is not None
-
-
 @pytest.mark.parametrize(
     ("workload", "cluster", "base", "what", "reason"),
     [
@@ -84,17 +75,3 @@ def test_what_does_not_fit_is_left_out_with_the_reason(
         base=DistributedStrategy(**base),
     )
     assert reason in str(left_out(found, what))
-
-
-def test_another_schedule_of_the_base_gives_way() -> None:
-    """Local SGD from a step on is Fleet's schedule, whichever the base strategy had."""
-    base = DistributedStrategy().replace(localsgd=True, localsgd_configs={"schedule": "document", "k_steps": 8, "warmup_epochs": 3})
-    found = advice(Workload(lr_decay=(LrDecay(step=100, factor=0.1),)), Cluster(), base=base)
-    assert found.strategy.changes()["localsgd_configs"] == {"k_steps": 2, "begin_step": 100}
-
-
-def test_one_trainer_is_advised_no_fusion() -> None:
-    """It exchanges nothing."""
-    found = advice(Workload(), Cluster(), RESNET50_BYTES)
-    assert found.strategy.fuse_grad_size_in_MB == DistributedStrategy().fuse_grad_size_in_MB
-    assert "fusion size: one trainer exchanges nothing" in found.left_out

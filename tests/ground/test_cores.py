@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
-from sim_cases import profiled, with_profile
+from sim_cases import profiled
 
-from fleetbench.cores import on_cores, slowdown, stretched
+from fleetbench.cores import slowdown
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import Threads
 from fleetbench.profile import Profile
@@ -59,32 +58,7 @@ def test_without_other_thread_counts_threads_take_turns(cores: int, expected: fl
     assert slowdown(*case(threads=2, trainers=2, cores=cores)) == pytest.approx(expected)
 
 
-def test_what_the_profile_shared_already_is_not_counted_again() -> None:
-    """Four trainers of one thread on a machine of two cores took twice as long there: two cores are no news, one is."""
-    for cores, expected in ((2, 1.0), (1, 2.0), (16, 1.0)):
-        assert slowdown(*case(threads=1, trainers=4, cores=cores, machine=2, measured=(line(1, 16000),))) == pytest.approx(expected)
-
-
 def test_more_threads_that_were_slower_never_make_fewer_cores_faster() -> None:
     """Four threads took longer than two when measured: cores for two slow nothing, and win nothing."""
     measured = (line(1, 8000), line(2, 4000), line(4, 5000))
     assert slowdown(*case(threads=4, trainers=1, cores=2, measured=measured)) == 1.0
-
-
-def test_every_moment_is_rounded_once() -> None:
-    """1.5 times: the ends of layers and readiness are half up of the whole way, and the last gradient is ready in the backward."""
-    _, profile = profiled(LAYERS, {"update": 7, "read": 9})
-    table = stretched(profile.tables[0], 1.5)
-    assert [layer.forward for layer in table.layers] == [152, 603 - 152]  # 101 and 402, times 1.5: 151.5 and 603
-    assert [layer.backward for layer in reversed(table.layers)] == [602, 906 - 602]  # 401 and 604: 601.5 and 906
-    assert [gradient.ready for gradient in table.by_readiness()] == [602, 900]
-    assert (table.update, table.read) == (11, 9)
-
-
-@pytest.mark.parametrize("run", [{"device": "cuda"}, {"device": "emulated"}, {"launcher": "testbed"}])
-def test_only_processors_share_cores(run: dict[str, Any]) -> None:
-    """A device computes by itself, a sleep needs no core, and a testbed's nodes share one machine."""
-    experiment, profile = case(threads=4, trainers=2, cores=1, measured=FOUR)
-    experiment, table = with_profile(experiment, profile), profile.tables[0]
-    assert on_cores(experiment, table).forward_ns == 4 * table.forward_ns
-    assert on_cores(experiment.replace(run=dataclasses.replace(experiment.run, **run)), table) is table

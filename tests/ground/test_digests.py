@@ -1,12 +1,10 @@
-"""Written files notice damage; what an older version wrote still opens, with a warning."""
+"""Files are written whole or not at all, and folders of runs notice damage."""
 
 from __future__ import annotations
 
-import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -17,8 +15,6 @@ from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
 from fleetbench.store import load_run, save_run
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.timeline import Span, read_timeline, write_timeline
-from fleetbench.traces import read_table
 from sim.run import simulate
 
 STRATEGY = DistributedStrategy(localsgd=True, localsgd_configs={"k_steps": 16}, nccl_comm_num=2, sync_nccl_allreduce=False)  # type: ignore[arg-type]  # a table
@@ -49,25 +45,11 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "open", full)
 
 
-def test_a_strategy_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    """However much of it is left, it is no other strategy."""
-    path = tmp_path / "s.toml"
-    STRATEGY.save(path)
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match="HINT"):
-            DistributedStrategy.load(path)
-
-
-def test_a_strategy_file_that_was_edited_says_what_to_remove(tmp_path: Path) -> None:
-    """Without its first line an edited file is a user's own, and is read."""
+def test_a_strategy_file_may_be_edited(tmp_path: Path) -> None:
+    """A changed file is another strategy."""
     path = tmp_path / "s.toml"
     STRATEGY.save(path)
     path.write_text(path.read_text().replace("k_steps = 16", "k_steps = 8"))
-    with pytest.raises(ConfigError, match=r"digest differs\nHINT: remove the line after editing"):
-        DistributedStrategy.load(path)
-    path.write_text(path.read_text().partition("\n")[2])
     assert DistributedStrategy.load(path).local_steps == 8
 
 
@@ -128,47 +110,11 @@ def test_a_run_that_the_disk_refuses_leaves_nothing(run: Path, tmp_path: Path, m
     assert not (tmp_path / "full").exists()
 
 
-@pytest.mark.parametrize("kind", ["run", "trace"])
-def test_a_table_that_fits_no_memory_is_not_read(kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small Parquet file may hold billions of rows; the error says how many, and what they would take."""
-    trace = tmp_path / "trace.parquet"
-    pd.DataFrame({"rank": [0] * 500_000, "step": range(1, 500_001), "x": [0.0] * 500_000}).to_parquet(trace)
-    read = {"run": lambda: load_run(run), "trace": lambda: read_table(trace, "x")}[kind]
-    read()
-    free = {"run": 100, "trace": 10_000_000}[kind]
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
-    with pytest.raises(EnvironmentLacks, match=r"rows of \d+ columns take .* GiB of memory"):
-        read()
-
-
-def test_a_timeline_is_decompressed_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kilobyte of gzip may hold a megabyte, and no run writes more events than the bound has room for."""
-    path = tmp_path / "timeline.json.gz"
-    write_timeline(path, [Span(1000, "communication 7", "all_reduce 1000", 10**15 + number, 10**12) for number in range(1000)])
-    assert len(gzip.decompress(path.read_bytes())) < 300 * 1000
-    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 100_000 + b"]}"))
-    assert read_timeline(path) == ()
-    monkeypatch.setattr("fleetbench.timeline._MOST_BYTES", 100_000)
-    with pytest.raises(ConfigError, match="more than 100,000 bytes when it is decompressed"):
-        read_timeline(path)
-
-
 def test_a_run_without_digests_is_refused(run: Path) -> None:
     """Of the files, of the manifest, or of both."""
     manifest = read_json((run / "manifest.json").read_text())
     files = manifest.pop("files")
     for damaged in (json.dumps(manifest), json.dumps({**manifest, "files": files}), sealed_json(manifest)):
         (run / "manifest.json").write_text(damaged)
-        with pytest.raises(ConfigError, match="digests are missing"):
+        with pytest.raises(ConfigError, match=r"manifest\.json.*(digest|files)"):
             load_run(run)
-
-
-def test_a_file_of_a_run_is_checked_wherever_it_is_read(run: Path) -> None:
-    """Its experiment by itself, though somebody removed the line with its digest."""
-    path = run / "experiment.toml"
-    assert Experiment.load(path).workload.steps == 3
-    path.write_text(path.read_text().partition("\n")[2].replace("steps = 3", "steps = 4"))
-    with pytest.raises(ConfigError, match="change a copy"):
-        Experiment.load(path)
-    (run / "manifest.json").write_text('{"short_name": "somebody else\'s"}')
-    assert Experiment.load(path).workload.steps == 4

@@ -24,8 +24,3 @@ def test_an_error_is_rebuilt_from_its_args(name: str) -> None:
     again = type(error)(*error.args)
     assert str(again) == str(error) == "cluster.inter: broke (got '3 furlongs')\nHINT: mend it"
     assert (again.what, again.where, again.value, again.hint) == (error.what, error.where, error.value, error.hint)
-
-
-def test_a_bare_error_says_only_what() -> None:
-    """Parts that are not known leave no trace in the message."""
-    assert str(FleetbenchError("broke")) == "broke"

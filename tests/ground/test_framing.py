@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
-from fleetbench.cluster import Cluster, Link
+from fleetbench.cluster import Link
 from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment
 from fleetbench.framing import Framing, payload_share
-from fleetbench.profile import Communication, Profile, links_for
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.report.folder import measured_cluster
 
 
 @pytest.mark.parametrize(
@@ -62,25 +58,6 @@ def test_a_link_carries_what_its_transport_leaves(
     assert carried.carried(backend, between_nodes=between_nodes) == carried
 
 
-def test_a_connections_limit_is_framed_too() -> None:
-    """A cloud's limit of a flow counts headers as its interface does."""
-    link = Link(bandwidth=BitsPerSecond(10**11), flow_limit=BitsPerSecond(10**10)).carried("gloo", between_nodes=True)
-    assert link.flow_limit == round(1e10 * 1448 / 1514)
-    with pytest.raises(ConfigError, match="flow_limit"):
-        Link(bandwidth=BitsPerSecond(10**9), flow_limit=BitsPerSecond(0))
-
-
-def test_a_file_declares_framing() -> None:
-    """``mtu`` and ``payload`` of a file reach the links that executors plan and simulate by."""
-    for text, share in (("mtu=9000", 8948 / 9014), ("payload=true", 1.0), ("framing=none", 1.0)):
-        experiment = Experiment.load(
-            overrides=["cluster.nodes=2", "cluster.trainers_per_node=1", "cluster.inter.bandwidth=1 Gbit/s", f"cluster.inter.{text}"]
-        )
-        inter = links_for(experiment)[1]
-        assert inter is not None
-        assert inter.bandwidth == round(1e9 * share)
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -98,49 +75,3 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, object], says: str
     """The field and its value stand in the error."""
     with pytest.raises(ConfigError, match=says):
         Link(bandwidth=BitsPerSecond(10**9), **fields)  # type: ignore[arg-type]  # fields of a link
-
-
-def test_a_host_that_copies_nothing_is_refused() -> None:
-    """A rate of zero would take for ever."""
-    with pytest.raises(ConfigError, match="host_bandwidth"):
-        Cluster(host_bandwidth=BitsPerSecond(0))
-
-
-def test_an_mtu_that_the_transport_has_not_is_refused_once_that_is_known() -> None:
-    """Gloo inside a node sends through memory, NCCL between nodes by InfiniBand, whose packets carry 4096 bytes at most."""
-    link = Link(bandwidth=BitsPerSecond(10**10), mtu=9000)
-    assert link.carried("gloo", between_nodes=True).bandwidth == round(1e10 * 8948 / 9014)
-    for backend, between_nodes in (("gloo", False), ("nccl", True)):
-        with pytest.raises(ConfigError, match="mtu"):
-            link.carried(backend, between_nodes=between_nodes)
-
-
-def test_simulated_nccl_has_its_own_framing_with_any_backend() -> None:
-    """400 Gbit/s of InfiniBand and 450 GB/s of NVLink, of an experiment that runs nowhere."""
-    given = ["cluster.nodes=2", "cluster.trainers_per_node=2", "cluster.collective=nccl-hopper"]
-    experiment = Experiment.load(overrides=[*given, "cluster.inter.bandwidth=400 Gbit/s", "cluster.intra.bandwidth=450 GB/s"])
-    intra, inter = links_for(experiment)
-    assert intra is not None
-    assert inter is not None
-    assert (intra.bandwidth, inter.bandwidth) == (360 * 8 * 10**9, round(4e11 * 0.95 * 4096 / 4122))
-
-
-def test_a_profile_that_was_written_without_payload_keeps_its_link(tmp_path: Path) -> None:
-    """Folders of earlier versions declare the measured link beside the profile: it is the measured one."""
-    link = Link(bandwidth=BitsPerSecond(10**9))
-    measured = Communication(backend="gloo", trainers=2, between="nodes", link=link)
-    Profile(machine="by hand", created="2026-01-01", tables=(), communication=measured).save(tmp_path / "profile.toml")
-    given = ["cluster.nodes=2", "cluster.trainers_per_node=1", f"workload.profile={tmp_path / 'profile.toml'}"]
-    experiment = Experiment.load(overrides=[*given, "cluster.inter.bandwidth=1 Gbit/s"])
-    assert links_for(experiment)[1] == link
-
-
-def test_a_measured_link_is_written_as_what_it_carries() -> None:
-    """The cluster beside a profile simulates by the measured bandwidth, with no headers taken off it."""
-    link = Link(bandwidth=BitsPerSecond(10**9))
-    measured = Communication(backend="gloo", trainers=2, between="nodes", link=link)
-    profile = Profile(machine="by hand", created="2026-01-01", tables=(), communication=measured)
-    for backend in ("gloo", "nccl"):
-        inter = measured_cluster(Cluster(nodes=2), profile).inter
-        assert inter is not None
-        assert inter.carried(backend, between_nodes=True).bandwidth == link.bandwidth

@@ -11,16 +11,15 @@ from typing import Any, get_args
 import pytest
 
 from fleetbench.experiment import Experiment, Tune
-from fleetbench.fields import CALLED, KNOBS, knobs_of
+from fleetbench.fields import knobs_of
 from fleetbench.knobs import Need
-from fleetbench.plan.servers.rules import SERVED, refuse_unserved
+from fleetbench.plan.servers.rules import SERVED
 from fleetbench.plan.training import PLANNED
-from fleetbench.profile import COMPUTE_FIELDS, COMPUTE_ONLY
+from fleetbench.profile import COMPUTE_ONLY
 from fleetbench.strategy import DistributedStrategy
-from real.job.script_session import restart_part
 from real.supported import executed_part
 from sim.learning.trajectory import CLOCK, LEARNT
-from tuner.space import NAMES, needs, parameters_of, search_space, way_of
+from tuner.space import NAMES, needs, parameters_of, way_of
 
 AVERAGED = ["k_steps", "begin_step", "schedule", "warmup_epochs", "warmup", "fragments", "overlap_steps", "mixing", "worker_trainers"]
 AVERAGED += ["elastic", "elastic_lr"]
@@ -170,11 +169,6 @@ def differing(what: Any) -> set[str]:
     return {name for name in ROWS if what(pair(name)[0]) != what(pair(name)[1])}
 
 
-def test_every_field_has_its_row() -> None:
-    """A field that is added to the strategy is added here, too."""
-    assert plain(KNOBS) == ROWS.keys()
-
-
 def test_a_field_of_which_nothing_is_said_is_an_error() -> None:
     """With the field's name; ``fleetbench.fields`` is imported by everything that executes."""
 
@@ -195,28 +189,9 @@ def test_the_lists_are_those_of_the_rows() -> None:
     assert plain(COMPUTE_ONLY) == listed("table")
 
 
-def test_a_layer_tables_key_has_all_but_the_memory() -> None:
-    """Whole tables of the strategy, where any of their fields changes compute; how much memory is taken ahead does not."""
-    tables = {name.partition(".")[0] for name in listed("table")} - {"fraction_of_gpu_memory_to_use"}
-    assert set(COMPUTE_FIELDS) == tables
-
-
-def test_servers_execute_the_fields_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real and simulated ones alike."""
-    executed: list[set[str]] = []
-    monkeypatch.setattr("fleetbench.plan.servers.rules.refuse_unexecuted", lambda *arguments: executed.append(plain(arguments[2])))
-    refuse_unserved(DistributedStrategy().replace(mode="ps"))
-    assert executed == [listed("served")]
-
-
 def test_another_way_of_training_differs_in_the_fields_of_the_rows() -> None:
     """The others change when things happen, or the last digits of what is learnt."""
     assert differing(way_of) == listed("way")
-
-
-def test_a_living_process_changes_all_but_the_fields_of_the_rows() -> None:
-    """Mixed precision, compiled graphs and recompute take a new start of a script."""
-    assert differing(restart_part) == listed("restarts")
 
 
 def test_an_emulated_device_executes_what_no_table_holds() -> None:
@@ -245,74 +220,8 @@ def test_the_searched_parameters_are_these() -> None:
     assert {name: getattr(Tune(), name) for name in values} == values
 
 
-def test_knobs_have_these_names_and_fields() -> None:
-    """By what a person calls a knob: the fields that go together."""
-    local = {"localsgd", "localsgd_configs", "adaptive_localsgd", "adaptive_localsgd_configs"}
-    fusion = {
-        "fuse_all_reduce_ops",
-        "fusion",
-        "fuse_grad_size_in_MB",
-        "fuse_grad_count",
-        "fuse_grad_size_in_num",
-        "last_comm_group_size_MB",
-        "first_bucket_size_in_MB",
-    }
-    assert {name: set(fields) for name, fields in CALLED.items()} == {
-        "local steps": local,
-        "learning rate": {"lr_scale"},
-        "merged gradients": {"gradient_merge", "gradient_merge_configs"},
-        "fusion": fusion,
-        "communicators": {"nccl_comm_num", "sync_nccl_allreduce"},
-        "hierarchy": {"use_hierarchical_allreduce", "hierarchical_inner_ranks", "hierarchical_variant"},
-        "wire": {"fp16_allreduce", "bf16_allreduce"},
-        "update by bucket": {"build_strategy"},
-        "threads": {"thread_num"},
-        "sharding": {"sharding", "sharding_configs"},
-        "parameter servers' mode": {"a_sync", "a_sync_configs"},
-    }
-
-
 def test_every_need_has_its_question() -> None:
     """A need that a search may name is one that ``needs`` asks for, with a reason."""
     asked = needs(Experiment())
     assert asked.keys() == set(get_args(Need))
     assert all(why for need, (_, why) in asked.items() if need)
-
-
-LAYERS = {"model": "layers", "layers": [{"name": "block", "params": 1000, "forward": "1 ms", "backward": "2 ms"}]}
-WAITING = "several communicators never wait for each other, and one of NCCL carries one collective at a time anyway"
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "why"),
-    [
-        (
-            "local_steps",
-            {},
-            "more of it is always faster, and without workload.target_loss nothing prices what that costs in loss",
-        ),
-        ("local_steps", {"workload": {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}}, None),
-        ("hierarchy", {}, "it needs several nodes with as many trainers each, two at least"),
-        ("hierarchy", {"cluster": {"trainers_per_node": 2}}, None),
-        ("wire", {}, 'a 16-bit wire rounds gradients: tune.allow = ["wire16"] or workload.target_loss has it searched'),
-        ("wire", {"tune": {"allow": ["wire16"]}}, None),
-        ("wire", {"workload": {"target_loss": 0.5, "loss_curve": {"start": 2.0, "floor": 0.1, "half_life": "20 steps"}}}, None),
-        ("sync_nccl_allreduce", {}, None),
-        ("sync_nccl_allreduce", {"tune": {"nccl_comm_num": [2]}}, WAITING),
-        ("sync_nccl_allreduce", {"run": {"backend": "nccl", "device": "cuda"}}, WAITING),
-        ("update_by_bucket", {}, None),
-        (
-            "update_by_bucket",
-            {"run": {"launcher": "command"}},
-            "a script may read its gradients between backward and optimizer.step(), when they have been used already",
-        ),
-        ("thread_num", {}, "a declared table of layers does not depend on it"),
-    ],
-)
-def test_why_a_parameter_is_not_searched(name: str, data: dict[str, Any], why: str | None) -> None:
-    """The reasons, and where they do not hold."""
-    link = {"bandwidth": "1 Gbit/s", "latency": "50 us"}
-    parts: dict[str, Any] = {"workload": LAYERS, "cluster": {"nodes": 2, "inter": link, "intra": link}, "run": {"device": "emulated"}}
-    experiment = Experiment.from_dict(parts | {part: parts.get(part, {}) | keys for part, keys in data.items()})
-    said = [note.reason for note in search_space(experiment).notes if note.what == f"tune.{name}" and note.how.startswith("stays")]
-    assert said == ([] if why is None else [why])

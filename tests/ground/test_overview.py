@@ -29,11 +29,3 @@ def test_communicators_that_cannot_overlap_are_pointed_out() -> None:
     """Several communicators with one bucket in flight change nothing, and the box says it."""
     assert "do not overlap" in overview(DistributedStrategy(nccl_comm_num=2))
     assert "do not overlap" not in overview(DistributedStrategy(nccl_comm_num=2, sync_nccl_allreduce=False))
-
-
-def test_what_the_optimizer_will_choose_is_pointed_out() -> None:
-    """``k_steps = -1`` with servers: the box does not know yet, and says who does."""
-    served = DistributedStrategy(mode="ps", a_sync=True)
-    assert "k_steps = -1: the optimizer decides" in overview(served)
-    assert "optimizer decides" not in overview(served.replace(a_sync_configs={"k_steps": 0}))
-    assert "optimizer decides" not in overview(DistributedStrategy(mode="ps"))

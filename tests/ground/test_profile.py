@@ -4,18 +4,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sim_cases import with_profile
 
 from fleetbench.cluster import Link
-from fleetbench.config import decode, encode
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
-from fleetbench.profile import Communication, Profile, compute_key, compute_part, links_for, table_for
+from fleetbench.profile import Communication, Profile, compute_key, links_for, table_for
 from fleetbench.quantities import BitsPerSecond, Bytes, Nanoseconds
-from fleetbench.strategy import DistributedStrategy
 
 LINK = Link(bandwidth=BitsPerSecond(10**10), latency=Nanoseconds(50_000))
 
@@ -40,24 +36,6 @@ def test_a_stored_profile_loads_as_itself(tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.toml")
     assert Profile.load(tmp_path / "profile.toml") == profile
     assert [path.name for path in tmp_path.iterdir()] == ["profile.toml"]
-
-
-def test_a_profile_of_another_schema_is_refused_before_its_keys(tmp_path: Path) -> None:
-    """An older one, and one whose keys this version cannot know: each names its schema and what to do."""
-    for schema, more in ((1, ""), (99, "[new]\nthings = 1\n")):
-        path = tmp_path / f"{schema}.toml"
-        path.write_text(f'schema = {schema}\nmachine = "m"\ncreated = "c"\ntables = []\n{more}', encoding="utf-8")
-        with pytest.raises(ConfigError, match=f"got {schema}") as caught:
-            Profile.load(path)
-        assert "take the profile again" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize("change", [{"bandwidth": BitsPerSecond(10**10 + 1)}, {"latency": Nanoseconds(49_999)}])
-def test_none_of_several_in_flight_is_faster_than_one_alone(change: dict[str, int]) -> None:
-    """Neither in bandwidth nor in latency."""
-    with pytest.raises(ConfigError, match="in_flight"):
-        Communication(backend="gloo", trainers=2, link=LINK, in_flight=(dataclasses.replace(LINK, **change),))  # type: ignore[arg-type]  # its fields
-    assert Communication(backend="gloo", trainers=2, link=LINK, in_flight=(LINK,)).in_flight == (LINK,)
 
 
 def test_a_link_between_nodes_is_used_between_nodes() -> None:
@@ -97,43 +75,6 @@ def test_what_changes_compute_needs_another_table(override: str) -> None:
         table_for(with_profile(after, profile_of(before)))
 
 
-def test_trainers_that_sleep_share_no_cores() -> None:
-    """All nodes of a testbed compute on one machine, so that their number counts; emulated ones sleep by the times of one node."""
-    two, three = (Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed"]) for nodes in (2, 3))
-    assert compute_key(two) != compute_key(three)
-    assert compute_key(two) != compute_key(Experiment.load(overrides=["cluster.nodes=2"]))
-    emulated = [Experiment.load(overrides=[f"cluster.nodes={nodes}", "run.launcher=testbed", "run.device=emulated"]) for nodes in (2, 3)]
-    assert len({compute_key(experiment) for experiment in (*emulated, Experiment.load(overrides=["cluster.nodes=2"]))}) == 1
-
-
-@pytest.mark.parametrize(
-    "override", ["run.seed=1", "workload.steps=7", "strategy.nccl_comm_num=2", "strategy.localsgd=true", "workload.lr=1"]
-)
-def test_what_does_not_change_compute_shares_a_table(override: str) -> None:
-    """Seed, steps, communication and the learning rate leave the times of the layers alone."""
-    assert compute_key(Experiment.load(overrides=[override])) == compute_key(Experiment.load())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"thread_num": 2, "nccl_comm_num": 2, "fuse_grad_size_in_MB": 1.0},
-        {"amp": True, "amp_configs": {"dtype": "bf16"}, "localsgd": True, "localsgd_configs": {"k_steps": 8}},
-        {"recompute": True, "recompute_configs": {"checkpoints": ["fc"]}, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
-        {"build_strategy": {"fuse_all_optimizer_ops": True}, "bf16_allreduce": True},
-        {"sync_batch_norm": True, "find_unused_parameters": True},
-    ],
-)
-def test_the_compute_part_has_the_same_table_and_no_communication(changes: dict[str, object]) -> None:
-    """Its key is the strategy's, and every other field has its default: what is measured under a key is what the key names."""
-    strategy = DistributedStrategy.from_dict(changes)
-    part = compute_part(strategy)
-    assert compute_key(Experiment.load(), part) == compute_key(Experiment.load(), strategy)
-    compute = {"thread_num", "amp", "amp_configs", "recompute", "recompute_configs", "build_strategy", "sync_batch_norm"}
-    assert part.changes() == {name: value for name, value in strategy.changes().items() if name in compute}
-    assert compute_part(part) == part
-
-
 def test_a_model_without_a_profile_says_what_to_do(tmp_path: Path) -> None:
     """No profile, a missing one, one that is no TOML: three messages, no traceback."""
     with pytest.raises(ConfigError, match="not known"):
@@ -145,13 +86,6 @@ def test_a_model_without_a_profile_says_what_to_do(tmp_path: Path) -> None:
         Profile.load(tmp_path / "broken.toml")
 
 
-def test_a_declared_link_goes_before_the_measured_one() -> None:
-    """The simulator believes the file first, less Ethernet's headers, and what was measured in the loop where the file is silent."""
-    declared = Link(bandwidth=BitsPerSecond(round(10**9 * 1448 / 1514)), payload=True)
-    experiment = Experiment.load(overrides=["cluster.nodes=2", "cluster.inter.bandwidth=1 Gbit/s"])
-    assert links_for(with_profile(experiment, profile_of(experiment))) == (LINK, declared)
-
-
 def test_a_link_that_is_used_must_be_known() -> None:
     """Trainers of two nodes need the link between them; one trainer a node needs none inside."""
     two = ["cluster.nodes=2", "cluster.trainers_per_node=1"]
@@ -160,10 +94,3 @@ def test_a_link_that_is_used_must_be_known() -> None:
     intra, inter = links_for(Experiment.load(overrides=[*two, "cluster.inter.bandwidth=1 Gbit/s"]))
     assert intra is None
     assert inter is not None
-
-
-@given(st.integers(1, 2**40), st.integers(0, 2**40))
-def test_any_measured_link_is_stored_exactly(bandwidth: int, latency: int) -> None:
-    """Bits per second and nanoseconds that no unit divides are kept."""
-    link = Link(bandwidth=BitsPerSecond(bandwidth), latency=Nanoseconds(latency))
-    assert decode(encode(link), Link, "") == link

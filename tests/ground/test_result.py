@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fleetbench.cluster import Cluster
-from fleetbench.errors import ConfigError, EnvironmentLacks
+from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment, Run
 from fleetbench.plan.build import Setting, build_plan
 from fleetbench.plan.events import BackwardEnd, BucketReady, StepBegin
@@ -18,7 +18,7 @@ from fleetbench.plan.replay import Decider
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import COLUMNS, RunResult, StepRecord, Summary, skip, steps_table, summarise
-from fleetbench.store import load_run, load_runs, new_run_id, save_run
+from fleetbench.store import load_run, load_runs, save_run
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.timeline import COMMUNICATION, COMPUTE, Span, on_tracks, read_timeline, write_timeline
 from fleetbench.workload import Workload
@@ -111,21 +111,6 @@ def test_waiting_before_the_stall_is_not_waiting() -> None:
     assert table["exposed_comm_s"].tolist() == [5e-9, 5e-9]
 
 
-def test_a_wait_is_never_longer_than_the_stall() -> None:
-    """Under skewed clocks the latest arrival may lie after a rank's own end; the wait stays within its stall."""
-    table = steps_table([record(0, arrival_ns=80, stall_ns=10), record(1, arrival_ns=500, stall_ns=10)])
-    assert table["wait_s"].tolist() == [10e-9, 0.0]
-    assert (table["exposed_comm_s"] >= 0).all()
-
-
-def test_reading_the_batch_is_not_computing() -> None:
-    """Time before the forward shifts the end of the compute and counts as other."""
-    rows = [record(0, read_ns=20, arrival_ns=100, stall_ns=10, update_ns=5, end_ns=115), record(1, arrival_ns=80, stall_ns=30, end_ns=120)]
-    table = steps_table(rows)
-    assert table["wait_s"].tolist() == [0.0, 20e-9]
-    assert table["other_s"].tolist() == [20e-9, 0.0]
-
-
 def test_a_step_without_a_collective_waits_for_nobody() -> None:
     """Inside a Local SGD round there is no arrival, no wait and no round's length."""
     table = steps_table([record(0, local_steps=None), record(1, local_steps=None)])
@@ -184,15 +169,6 @@ def test_the_summary_counts_steps_from_one() -> None:
     assert s.local_steps == {"mean": 1.5, "min": 1, "max": 2}
 
 
-def test_a_loss_that_is_no_number_is_null() -> None:
-    """JSON has no NaN: a training that diverged has no final loss, and says so."""
-    assert summary(final_loss=0.5).final_loss == 0.5
-    assert not summary(final_loss=0.5).skipped
-    diverged = summary(final_loss=float("nan"))
-    assert json.loads(diverged.to_json())["final_loss"] is None
-    assert [line["what"] for line in diverged.skipped] == ["final_loss"]
-
-
 def result() -> RunResult:
     """A small run with everything that a run can hold."""
     gradients = [Gradient(name="b.weight", numel=4, ready=Nanoseconds(1)), Gradient(name="a.weight", numel=4, ready=Nanoseconds(2))]
@@ -233,19 +209,6 @@ def test_a_stored_run_loads_as_itself(tmp_path: Path) -> None:
     assert names == {"experiment.toml", "plan.json", "steps.parquet", "summary.json", "timeline.json.gz", "manifest.json"}
 
 
-def test_a_stored_run_has_the_timeline_that_it_was_stored_with(tmp_path: Path) -> None:
-    """A row a span, in seconds, of a run in memory and of the same run read back."""
-    run = result()
-    table = run.timeline
-    assert table.columns.tolist() == ["rank", "stream", "row", "name", "start_s", "duration_s"]
-    assert table["name"].tolist() == ["all_reduce 0", "forward", "backward"]
-    assert table["duration_s"].tolist() == [40_003e-9, 30e-6, (10**15 + 1) / 1e9]
-    path = save_run(run, tmp_path).path
-    assert path is not None
-    assert load_run(path).timeline.equals(table)
-    assert dataclasses.replace(run, spans=()).timeline.empty
-
-
 def test_runs_load_as_one_table_with_the_settings_that_differ(tmp_path: Path) -> None:
     """A row a complete run, by its folder: its summary's figures, and of the settings those alone in which the runs differ."""
     first = result()
@@ -268,63 +231,6 @@ def test_runs_load_as_one_table_with_the_settings_that_differ(tmp_path: Path) ->
         load_runs(f"{tmp_path}/none-*")
 
 
-def test_equal_runs_are_stored_as_equal_bytes(tmp_path: Path) -> None:
-    """But for the manifest, which names when and where, a stored run is a function of the result."""
-    first, second = save_run(result(), tmp_path / "a").path, save_run(result(), tmp_path / "b").path
-    assert first is not None
-    assert second is not None
-    for path in first.iterdir():
-        if path.name != "manifest.json":
-            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
-
-
-def test_a_folder_without_a_manifest_is_no_run(tmp_path: Path) -> None:
-    """The manifest is written last, so what lacks it was interrupted."""
-    path = save_run(result(), tmp_path).path
-    assert path is not None
-    (path / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="no complete run"):
-        load_run(path)
-    with pytest.raises(ConfigError, match="no complete run"):
-        load_run(tmp_path / "none")
-
-
-def test_a_run_that_cannot_be_written_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fails while a run is stored, the folder is never taken for a complete run."""
-
-    def fail(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fleetbench.store.write_timeline", fail)
-    with pytest.raises(KeyboardInterrupt):
-        save_run(result(), tmp_path)
-    assert not list(tmp_path.rglob("manifest.json"))
-
-
-@pytest.mark.parametrize("name", ["summary.json", "steps.parquet", "plan.json", "timeline.json.gz", "manifest.json", "experiment.toml"])
-def test_a_damaged_run_is_a_configuration_error(name: str, tmp_path: Path) -> None:
-    """A truncated file says which run is damaged, without a traceback."""
-    path = save_run(result(), tmp_path).path
-    assert path is not None
-    (path / name).write_bytes(b"{")
-    with pytest.raises(ConfigError):
-        load_run(path)
-
-
-def test_a_flipped_byte_anywhere_in_the_timeline_is_a_configuration_error(tmp_path: Path) -> None:
-    """Whether the header, the compressed data, the checksum or the length is hit: the run is damaged, and its file is named."""
-    path = save_run(result(), tmp_path).path
-    assert path is not None
-    whole = (path / "timeline.json.gz").read_bytes()
-    for position in (0, 2, *range(10, len(whole))):  # the rest of the header says when and on which system
-        damaged = bytearray(whole)
-        damaged[position] ^= 0xFF
-        (path / "timeline.json.gz").write_bytes(damaged)
-        with pytest.raises(ConfigError, match="its digest differs") as error:
-            load_run(path)
-        assert error.value.where == str(path / "timeline.json.gz")
-
-
 def test_the_manifest_says_what_the_run_depended_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment that the workers got: this process's allowed variables, and over them the experiment's; and the versions."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -341,26 +247,6 @@ def test_the_manifest_says_what_the_run_depended_on(tmp_path: Path, monkeypatch:
     }
     assert "SECRET_TOKEN" not in manifest["environment"]
     assert {"python", "numpy", "pandas", "pyarrow", "scikit-learn", "scipy", "simpy", "torch"} <= manifest["versions"].keys()
-
-
-def test_a_folder_that_cannot_be_made_is_a_lack_of_the_environment(tmp_path: Path) -> None:
-    """``--out`` below a file cannot work, and says so."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentLacks, match="--out"):
-        save_run(result(), tmp_path / "file" / "runs")
-
-
-def test_run_ids_differ() -> None:
-    """Two runs of one second have two folders."""
-    assert len({new_run_id() for _ in range(100)}) == 100
-
-
-def test_a_timeline_reads_back_and_equal_spans_give_equal_bytes(tmp_path: Path) -> None:
-    """Nanoseconds survive the trace's microseconds; order of the spans does not matter."""
-    write_timeline(tmp_path / "a.json.gz", SPANS)
-    write_timeline(tmp_path / "b.json.gz", SPANS[::-1])
-    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
-    assert set(read_timeline(tmp_path / "a.json.gz")) == set(SPANS)
 
 
 def test_collectives_that_overlap_are_drawn_apart(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,12 @@ from fleetbench.experiment import Experiment
 from fleetbench.stragglers import (
     ONE,
     Blocks,
-    Empirical,
     Episode,
     Jitter,
     NodeShock,
     SlowNode,
     SlowRank,
     Straggler,
-    Trace,
     _unit_interval,
     draws,
     splitmix64,
@@ -31,7 +28,6 @@ from fleetbench.stragglers import (
 
 SPLITMIX64 = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
 """First outputs of the published generator for seed 1234567."""
-NORMAL = statistics.NormalDist()
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 ALL: tuple[Straggler, ...] = (
     Jitter(distribution="gamma", mean=0.2, cv=0.5),
@@ -39,7 +35,6 @@ ALL: tuple[Straggler, ...] = (
     SlowRank(ranks=(3,), factor=1.5),
     SlowNode(nodes=(0,), factor=1.25),
     Episode(rate=0.05, length=4.0, factor=3.0),  # type: ignore[arg-type]  # NewTypes of numbers
-    Empirical(values=(0.0, 0.1, 0.7)),
     Blocks(values=((0.0, 0.1, 0.7), (0.2, 0.0, 0.4)), block_steps=2),
 )
 
@@ -94,10 +89,9 @@ def test_a_draw_is_a_chain_of_published_hashes() -> None:
         (Jitter(distribution="exponential", mean=0.25), [[3276911, 8130750, 6117583], [12232132, 1641262, 13366095]]),
         (Jitter(distribution="gamma", mean=0.25, cv=0.5), [[4065540, 6378894, 5497540], [8005097, 3010151, 8428387]]),
         (Jitter(distribution="lognormal", mean=0.25), [[3239249, 7185504, 5447995], [11294202, 2027206, 12581573]]),
-        (Jitter(distribution="pareto", mean=0.25, cv=2.0), [[2379668, 7471121, 5088966], [13876950, 1104872, 16103544]]),
         (Jitter(distribution="constant", mean=0.25), [[4194304] * 3] * 2),
         (NodeShock(rate=0.4, mean=0.25), [[3239249, 0, 5447995], [11294202, 2027206, 12581573]]),  # type: ignore[arg-type]  # NewTypes of numbers
-        (Empirical(values=(0.0, 0.125, 0.75)), [[2097152, 12582912, 12582912], [12582912, 0, 12582912]]),
+        (Blocks(values=((0.0, 0.125, 0.75),), block_steps=1), [[2097152, 12582912, 12582912], [12582912, 0, 12582912]]),
         (
             Blocks(values=((0.0, 0.125, 0.75), (1.0, 0.5, 0.25)), block_steps=2),
             [[2097152, 12582912, 12582912], [8388608, 4194304, 4194304]],
@@ -126,16 +120,13 @@ def kurtosis(law: str, cv: float) -> float:
         return 9.0
     if law == "gamma":
         return 3.0 + 6.0 * cv**2
-    if law == "lognormal":
-        w = 1 + cv**2
-        return w**4 + 2 * w**3 + 3 * w**2 - 3
-    alpha = 2 * cv**2 / (cv**2 - 1)
-    return 3 * (alpha - 2) * (3 * alpha**2 + alpha + 2) / (alpha * (alpha - 3) * (alpha - 4))
+    w = 1 + cv**2
+    return w**4 + 2 * w**3 + 3 * w**2 - 3
 
 
 @pytest.mark.parametrize(
     ("law", "cv"),
-    [("exponential", 1.0), ("gamma", 0.3), ("gamma", 1.5), ("lognormal", 0.3), ("lognormal", 0.8), ("pareto", 1.05), ("pareto", 1.15)],
+    [("exponential", 1.0), ("gamma", 0.3), ("gamma", 1.5), ("lognormal", 0.3), ("lognormal", 0.8)],
 )
 def test_each_law_has_its_mean_and_variation(law: Any, cv: float) -> None:
     """Mean and variance of 200,000 draws lie within 4 standard errors of what was asked for."""
@@ -145,28 +136,6 @@ def test_each_law_has_its_mean_and_variation(law: Any, cv: float) -> None:
     assert abs(x.mean() - mean) < 4 * math.sqrt(variance / x.size)
     assert abs(x.var() - variance) < 4 * variance * math.sqrt((kurtosis(law, cv) - 1) / x.size)
     assert x.min() >= 0
-
-
-@pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize(
-    ("law", "cv", "inverse"),
-    [
-        ("exponential", 1.0, lambda p: -math.log(1 - p)),
-        ("lognormal", 1.0, lambda p: math.exp(math.sqrt(math.log(2)) * NORMAL.inv_cdf(p) - math.log(2) / 2)),
-        ("pareto", 2.0, lambda p: (8 / 3 - 1) * ((1 - p) ** (-3 / 8) - 1)),
-    ],
-)
-def test_each_law_has_its_shape(law: Any, cv: float, inverse: Any, quantile: float) -> None:
-    """Quantiles agree with the textbook inverse within 4 standard errors of the empirical distribution."""
-    x = delays(Jitter(distribution=law, mean=1.0, cv=cv)).ravel()
-    expected = inverse(quantile)
-    below = (x <= expected).mean()
-    assert abs(below - quantile) < 4 * math.sqrt(quantile * (1 - quantile) / x.size)
-
-
-def test_a_constant_is_constant() -> None:
-    """A constant X is exactly its mean."""
-    assert (draws([Jitter(distribution="constant", mean=0.25, cv=0.0)], 0, 3, 1, 1, 4) == ONE // 4).all()
 
 
 @given(
@@ -185,28 +154,11 @@ def test_no_other_draw_shifts_a_draw(trainers: int, extra: int, first: int, step
     assert (window == wide[:trainers, first + 7 : first + 7 + steps]).all()
 
 
-def test_entries_draw_independently() -> None:
-    """Two equal entries are uncorrelated, and so are ranks, steps and seeds."""
-    x = delays(Jitter(), trainers=2, steps=50_000, seed=1)
-    other_seed = delays(Jitter(), trainers=1, steps=50_000, seed=2)[0]
-    second_entry = delays(SlowRank(ranks=(), factor=1.0), Jitter(), trainers=1, steps=50_000, seed=1)[0]
-    for a, b in ((x[0], x[1]), (x[0][1:], x[0][:-1]), (x[0], other_seed), (x[0], second_entry)):
-        assert abs(np.corrcoef(np.log(a + 1e-9), np.log(b + 1e-9))[0, 1]) < 4 / math.sqrt(len(a))
-
-
 def test_entries_multiply_and_the_product_is_quantised_once() -> None:
     """1 + X is the product of the entries' 1 + X, rounded to 2^-24 at the end only."""
     thirds = (SlowRank(ranks=(0,), factor=4 / 3), SlowRank(ranks=(0,), factor=4 / 3), SlowNode(nodes=(0,), factor=4 / 3))
     assert draws(thirds, 0, 1, 1, 1, 1)[0, 0] == round((64 / 27 - 1) * 2**24)
     assert draws((), 0, 2, 1, 1, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
-
-
-def test_slow_ranks_and_nodes_are_slow_at_every_step() -> None:
-    """Only the named ranks, or the ranks of the named nodes, are slower, by the factor."""
-    x = delays(SlowRank(ranks=(1, 3), factor=1.5), trainers=4, steps=3)
-    assert x.tolist() == [[0] * 3, [0.5] * 3, [0] * 3, [0.5] * 3]
-    x = delays(SlowNode(nodes=(1,), factor=2.0), trainers=6, per_node=2, steps=2)
-    assert x.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1], [0, 0], [0, 0]]
 
 
 def test_a_node_shock_hits_all_ranks_of_a_node_alike() -> None:
@@ -216,13 +168,6 @@ def test_a_node_shock_hits_all_ranks_of_a_node_alike() -> None:
     assert (x[0] != x[2]).any()
     hit = (x[0::2] > 0).mean()
     assert abs(hit - 0.3) < 4 * math.sqrt(0.3 * 0.7 / x[0::2].size)
-
-
-def test_a_shocks_size_does_not_depend_on_its_chance() -> None:
-    """Shocks that hit have the mean of their law: whether one hits and how hard are independent draws."""
-    x = delays(NodeShock(rate=0.3, distribution="exponential", mean=0.5), trainers=50, steps=5000)  # type: ignore[arg-type]  # a NewType of float
-    sizes = x[x > 0]
-    assert abs(sizes.mean() - 0.5) < 4 * 0.5 / math.sqrt(sizes.size)
 
 
 def test_episodes_have_their_stationary_share_and_geometric_lengths() -> None:
@@ -255,14 +200,6 @@ def test_warm_up_steps_are_healthy() -> None:
     assert draws([episode], 0, 1, 1, -2, 2).tolist() == [[0, 0]]
 
 
-def test_empirical_values_come_with_equal_chance() -> None:
-    """Each measured value is drawn as often as the others, and no other value is drawn."""
-    x = delays(Empirical(values=(0.0, 0.25, 0.5)), trainers=10, steps=3000)
-    values, counts = np.unique(x, return_counts=True)
-    assert values.tolist() == [0.0, 0.25, 0.5]
-    assert (abs(counts / x.size - 1 / 3) < 4 * math.sqrt(2 / 9 / x.size)).all()
-
-
 def test_blocks_are_consecutive_measured_steps() -> None:
     """Two measured ranks, blocks of three of five steps: all ranks of a pair are at the same place, which the published hash draws."""
     values = ((0.0, 0.1, 0.2, 0.3, 0.4), (1.0, 1.1, 1.2, 1.3, 1.4))
@@ -275,13 +212,6 @@ def test_blocks_are_consecutive_measured_steps() -> None:
             assert x[rank, step + 2] == round(values[rank % 2][(first + within) % 5] * ONE)
 
 
-@pytest.mark.parametrize(("values", "block_steps"), [((), 1), (((),), 1), (((0.1,), (0.1, 0.2)), 1), (((-0.1,),), 1), (((0.1,),), 0)])
-def test_blocks_of_no_steps_are_refused(values: Any, block_steps: int) -> None:
-    """No rank, no step, ranks with more steps than others, a negative X, an empty block."""
-    with pytest.raises(ConfigError, match=r"as many values of each rank(?s:.)*HINT"):
-        Blocks(values=values, block_steps=block_steps)
-
-
 @pytest.mark.parametrize(
     "entry",
     [
@@ -290,7 +220,6 @@ def test_blocks_of_no_steps_are_refused(values: Any, block_steps: int) -> None:
         {"kind": "episode", "rate": "1 /step", "length": "2 steps", "factor": 1e7},
         {"kind": "jitter", "mean": 1e200},
         {"kind": "jitter", "cv": 1e200},
-        {"kind": "empirical", "values": [0, 1e12]},
         {"kind": "blocks", "values": [[0, 1e12]], "block_steps": 1},
     ],
     ids=str,
@@ -308,31 +237,6 @@ def test_a_product_that_no_clock_can_count_names_the_entry_that_made_it() -> Non
     assert draws(entries, 0, 1, 1, 1, 1).tolist() == [[1999 * ONE]]
     with pytest.raises(ConfigError, match=r"cluster\.stragglers\[2\].*2e\+06 times"):
         draws(entries, 0, 2, 2, 1, 1)
-
-
-def test_a_trace_that_is_not_there_is_an_error() -> None:
-    """It is never taken for no delay, and the error names the entry and the file."""
-    with pytest.raises(ConfigError, match=r"stragglers\[1\]\.path: no_such_file: cannot be read"):
-        draws([Jitter(), Trace(path="no_such_file")], 0, 1, 1, 1, 1)
-
-
-def test_a_shock_of_the_cluster_hits_all_nodes_as_node_0() -> None:
-    """Four nodes of two ranks: one draw a step for all, that of node 0 where each node has its own."""
-    law: dict[str, Any] = {"distribution": "gamma", "mean": 0.5, "cv": 0.5, "rate": 0.4}
-    own = delays(NodeShock(**law), trainers=8, steps=50, per_node=2)
-    together = delays(NodeShock(scope="cluster", **law), trainers=8, steps=50, per_node=2)
-    assert (together == own[0]).all()
-    assert (own[2] != own[0]).any()
-
-
-@pytest.mark.parametrize(
-    ("law", "cv"),
-    [("exponential", 0.5), ("constant", 0.5), ("pareto", 1.0), ("gamma", 0.0), ("gamma", 1e-300), ("lognormal", 0.0), ("gamma", -1.0)],
-)
-def test_impossible_variations_are_refused(law: Any, cv: float) -> None:
-    """An exponential has cv 1, a Pareto above 1; a law that does not vary is a constant."""
-    with pytest.raises(ConfigError):
-        Jitter(distribution=law, cv=cv)
 
 
 @given(base=st.integers(0, 10**13), x=st.integers(0, 100 * ONE))

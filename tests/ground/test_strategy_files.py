@@ -12,15 +12,6 @@ from hypothesis import strategies as st
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 
-FILES = Path(__file__).parent / "files"
-
-
-def test_a_strategy_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    """Some editors write one; it is no part of the TOML."""
-    path = tmp_path / "s.toml"
-    path.write_bytes(b"\xef\xbb\xbfnccl_comm_num = 2\n")
-    assert DistributedStrategy.load(path) == DistributedStrategy(nccl_comm_num=2)
-
 
 def any_strategy() -> st.SearchStrategy[DistributedStrategy]:
     """Valid strategies: switches, and settings only of what is on."""
@@ -72,18 +63,6 @@ def test_saved_strategies_load_as_themselves(strategy: DistributedStrategy, tmp_
     assert set(strategy.changes()) == different
 
 
-def test_old_strategy_files_open() -> None:
-    """A file of schema 1 means for ever what it meant when it was written."""
-    assert DistributedStrategy.load(FILES / "strategy_schema1.toml") == DistributedStrategy(
-        fuse_grad_size_in_MB=8,
-        sync_nccl_allreduce=False,
-        nccl_comm_num=2,
-        thread_num=2,
-        localsgd=True,
-        localsgd_configs={"k_steps": 4, "begin_step": 100},  # type: ignore[arg-type]  # a table is taken for its value
-    )
-
-
 def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path) -> None:
     """A file may hold the keys alone; an experiment file gives its strategy, and is refused where it names none."""
     path = tmp_path / "s.toml"
@@ -97,35 +76,4 @@ def test_a_strategy_is_read_from_bare_keys_and_from_an_experiment(tmp_path: Path
     for text in ('schema = 1\nname = "e"\n[workload]\nsteps = 3\n[run]\nseed = 1\n', "[cluster]\nnodes = 2\n"):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"needs \[strategy\]"):
-            DistributedStrategy.load(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nccl_comm_num = 2\n[strategy]\nthread_num = 2\n", "outside of"),
-        ("schema = 2\n[strategy]\n", "schema"),
-        ("strategy = 3\n", "expected a table"),
-        ("[strategy\n", "not TOML"),
-        ("# nothing\n", "holds no strategy"),
-        ("[strategy]\nnccl_com_num = 2\n", "strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
-        ("nccl_com_num = 2\n", ": strategy.nccl_com_num: unknown key\nHINT: Did you mean 'nccl_comm_num'"),
-        ("[workload]\nsteps = 3\n[localsgd_configs]\nk_steps = 2\n", "no keys outside of tables"),
-        ("nccl_comm_num = 2\n[workload]\nsteps = 3\n", "no keys outside of tables"),
-    ],
-)
-def test_a_wrong_strategy_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    """Nothing in a strategy file is silently ignored, and every error begins with the file."""
-    path = tmp_path / "s.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as error:
-        DistributedStrategy.load(path)
-    assert str(error.value).startswith(f"{path}: ")
-    assert message in str(error.value)
-
-
-def test_a_missing_strategy_file_is_a_configuration_error(tmp_path: Path) -> None:
-    """A missing file, and a folder in its place, say so without a traceback."""
-    for path in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be read"):
             DistributedStrategy.load(path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import ModelFlops
 from fleetbench.profile import Profile, name_profile
@@ -30,11 +28,3 @@ def test_an_estimates_samples_have_its_tokens_where_no_length_is_named(tmp_path:
     for options, tokens in (({}, 128), ({"length": 10}, 10)):
         experiment = Experiment.from_dict({"workload": {**workload, "data_options": options}})
         assert utilisation(name_profile(experiment, profile, tmp_path / "profile.toml"), 0.5).tokens_per_s == 8 * tokens
-
-
-@pytest.mark.parametrize(("stragglers", "said"), [([], ""), (["jitter", "slow_rank", "jitter"], "(jitter, slow_rank)")])
-def test_a_heading_says_which_delays_are_added(stragglers: list[str], said: str) -> None:
-    """Each kind once."""
-    more = {"jitter": {"mean": 0.1}, "slow_rank": {"ranks": [0], "factor": 2.0}}
-    cluster = Experiment.from_dict({"cluster": {"stragglers": [{"kind": kind, **more[kind]} for kind in stragglers]}}).cluster
-    assert cluster.said_of_stragglers == (f", with stragglers as the file declares {said}" if said else "")

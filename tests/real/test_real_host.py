@@ -1,4 +1,4 @@
-"""Emulated real runs beside the simulator: traces that are replayed, and reading that falls behind."""
+"""Emulated real runs beside the simulator: measured steps that are replayed, and reading that falls behind."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ host = { load = "50 ms", loaders = 1, prefetch = 1 }
 trainers_per_node = 2
 intra = { bandwidth = "10 Gbit/s" }
 [[cluster.stragglers]]
-kind = "trace"
-path = "t.csv"
+kind = "blocks"
+values = [[0.0, 0.5, 0.0], [0.0, 0.0, 2.0]]
+block_steps = 1000
 [run]
 device = "emulated"
 warmup_steps = 3
 """
-TRACE = "rank,step,x\n0,1,0\n0,2,0.5\n0,3,0\n1,1,0\n1,2,0\n1,3,2\n"
 
 
 @pytest.mark.alone
-def test_both_executors_replay_the_trace_and_wait_for_batches(tmp_path: Path) -> None:
+def test_both_executors_replay_the_steps_and_wait_for_batches(tmp_path: Path) -> None:
     """Rank 1 takes 36 ms instead of 12 in every third step, and each batch 50: steps, and each rank's backward, are the simulator's."""
     (tmp_path / "e.toml").write_text(FILE, encoding="utf-8")
-    (tmp_path / "t.csv").write_text(TRACE, encoding="utf-8")
     experiment = Experiment.load(tmp_path / "e.toml")
     simulated, real = simulate(experiment), measure(experiment)
     backward = simulated.steps["backward_s"].to_numpy()

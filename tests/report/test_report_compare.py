@@ -9,7 +9,6 @@ import pytest
 
 from fleetbench.report.compare import compare_runs
 from fleetbench.result import RunResult
-from fleetbench.strategy import DistributedStrategy
 
 MakeRun = Callable[..., RunResult]
 
@@ -30,27 +29,6 @@ def test_ratios_are_of_b_over_a(make_run: MakeRun) -> None:
     assert rows["step_s.mean"].ratio == pytest.approx(1.5)
     assert rows["samples_per_s"].ratio == pytest.approx(1 / 1.5)
     assert comparison.step_difference == pytest.approx(0.5)
-
-
-def test_quantiles_are_of_all_steps_of_all_ranks(make_run: MakeRun) -> None:
-    """Four steps of 9, 9, 10 and 12 ms have their median at 9.5 ms."""
-    rows = {row.key: row for row in compare_runs(make_run((5, 5, 6, 8)), make_run((5, 5, 6, 8))).rows}
-    assert rows["steps.q50_s"].a == pytest.approx(0.0095)
-    assert rows["steps.q1_s"].a == pytest.approx(0.009)
-
-
-def test_what_only_names_has_no_ratio(make_run: MakeRun) -> None:
-    """Seeds, schemas, names and switches are shown and not divided."""
-    rows = {row.key: row for row in compare_runs(make_run(), make_run()).rows}
-    for key in ("schema", "seed", "name", "emulated", "staleness", "servers"):
-        assert rows[key].ratio is None
-
-
-def test_plans_are_told_apart(make_run: MakeRun) -> None:
-    """Two buckets instead of one make another plan; another speed does not."""
-    apart = make_run(strategy=DistributedStrategy(fuse_grad_size_in_MB=0.5))
-    assert compare_runs(make_run(), make_run((9, 9, 9, 9))).same_plan
-    assert not compare_runs(make_run(), apart).same_plan
 
 
 def test_staleness_is_one_distance_and_not_a_row_for_each_age(make_run: MakeRun) -> None:

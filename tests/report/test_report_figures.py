@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -18,7 +16,6 @@ from fleetbench.experiment import Experiment
 from fleetbench.report import figures
 from fleetbench.report.model import SPLIT, Report, TuneView, read_report
 from fleetbench.result import RunResult
-from sim.many.what_if import what_if
 from sim.run import simulate
 
 
@@ -67,13 +64,6 @@ def test_bars_are_as_long_as_the_step_times(tune: TuneView) -> None:
     assert axes.yaxis_inverted()
 
 
-def test_the_range_of_the_legs_is_drawn(tune: TuneView) -> None:
-    """The default's legs lie between 8 and 12 ms."""
-    axes = figures.simulated_against_real(tune.recommendation.arms).axes[0]
-    segments = axes.collections[0].get_segments()  # type: ignore[attr-defined]  # a LineCollection
-    assert segments[0][:, 0] == pytest.approx([8.0, 12.0])
-
-
 def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
     """Each part starts where the last one ended, and the last ends at the mean step time."""
     axes = figures.step_breakdown(report.splits).axes[0]
@@ -86,24 +76,6 @@ def test_stacked_bars_are_the_parts_of_a_step(report: Report) -> None:
             assert later.get_x() == pytest.approx(earlier.get_x() + earlier.get_width())
     last = _bars(axes.containers[-1])[1]
     assert last.get_x() + last.get_width() == pytest.approx(10.0)
-
-
-def test_equal_figures_give_equal_text(report: Report) -> None:
-    """The page of one tuning is the same every time, so that reports can be compared."""
-    first, second = (figures.data_uri(figures.step_breakdown(report.splits)) for _ in range(2))
-    assert first == second
-    assert base64.b64decode(first.partition(",")[2]).startswith(b"<?xml")
-
-
-def test_a_breakdown_of_runs_is_of_their_summaries(run: RunResult) -> None:
-    """A run's bar has the five means, in ms; parts differ in hatch from their neighbours, and a notebook shows a PNG."""
-    figure = figures.step_breakdown({"mine": run})
-    summary = run.summary
-    parts = (summary.compute_s, summary.wait_s, summary.exposed_comm_s, summary.update_s, summary.other_s)
-    assert figure.data.loc["mine"].tolist() == pytest.approx([part * 1e3 for part in parts])
-    hatches = [_bars(container)[0].get_hatch() for container in figure.axes[0].containers]
-    assert all(first != second for first, second in itertools.pairwise(hatches))
-    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_a_timeline_has_one_step_of_each_rank(run: RunResult) -> None:
@@ -140,18 +112,6 @@ def test_losses_are_drawn_over_steps_and_seconds(run: RunResult) -> None:
         figures.loss_against_time({"a": dataclasses.replace(run, steps=run.steps.assign(loss=1.0)), "b": run})
 
 
-def test_held_out_losses_are_drawn_where_all_runs_have_them(run: RunResult) -> None:
-    """At the evaluated steps, with the target; beside a run that has batches' losses alone, those, without a target."""
-    batches = dataclasses.replace(run, steps=run.steps.assign(loss=9.0))
-    evaluated = dataclasses.replace(batches, held_out=((1, 0.9), (3, 0.4)))
-    left, _ = figures.loss_against_time({"a": evaluated}, target=0.5).axes
-    assert left.lines[0].get_xydata().tolist() == [[1, 0.9], [3, 0.4]]
-    assert (left.get_ylabel(), len(left.lines)) == ("held-out loss", 2)
-    left, _ = figures.loss_against_time({"a": evaluated, "b": batches}, target=0.5).axes
-    assert [line.get_ydata().tolist() for line in left.lines] == [[9, 9, 9]] * 2
-    assert left.get_ylabel() == "loss of the batches"
-
-
 def test_runs_of_several_seeds_are_their_median_in_a_band(run: RunResult) -> None:
     """Losses 3 - s, 4 - s and 8 - s of step s: the line is the middle one, the band goes from the first to the last; one run has none."""
     of = [dataclasses.replace(run, steps=run.steps.assign(loss=first - run.steps["step"])) for first in (8.0, 3.0, 4.0)]
@@ -164,18 +124,6 @@ def test_runs_of_several_seeds_are_their_median_in_a_band(run: RunResult) -> Non
     assert [len(axes.collections) for axes in (left, right)] == [1, 1]
 
 
-def test_losses_to_a_target_are_a_line_a_run(run: RunResult) -> None:
-    """Two runs of one strategy are one entry of the legend, and no line joins them; seconds are steps times those of a step."""
-    of = [dataclasses.replace(run, held_out=((1, 2.0), (3, last))) for last in (0.4, 0.6)]
-    left, right = figures.loss_to_target([("today", 0.2, of), ("recommended", 0.1, of[:1])], 0.5).axes
-    today, recommended, target = (line.get_xydata() for line in right.lines)
-    assert today[[0, 1, 3, 4]].tolist() == [pytest.approx(point) for point in ([0.2, 2.0], [0.6, 0.4], [0.2, 2.0], [0.6, 0.6])]
-    assert pd.isna(today[[2, 5]]).all()
-    assert recommended[:2].tolist() == [pytest.approx(point) for point in ([0.1, 2.0], [0.3, 0.4])]
-    assert target[0][1] == 0.5
-    assert left.get_ylabel() == "loss"
-
-
 def test_scaling_says_the_efficiency_of_each_line() -> None:
     """Samples a second and trainer over the line's first row; the ideal goes through the last line's first point."""
     table = pd.DataFrame({"trainers": [1, 2, 4] * 2, "samples_per_s": [10.0, 20, 40, 10, 15, 20], "label": ["a"] * 3 + ["b"] * 3})
@@ -183,24 +131,6 @@ def test_scaling_says_the_efficiency_of_each_line() -> None:
     assert figure.data["efficiency_percent"].tolist() == pytest.approx([100, 100, 100, 100, 75, 50])
     assert list(figure.axes[0].lines[0].get_ydata()) == [10, 20, 40]
     assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["1", "2", "4"]
-
-
-def test_sensitivity_has_a_row_a_change(run: RunResult) -> None:
-    """What ``what_if`` found, with the run as it is on top, in ms."""
-    cases = what_if(run.experiment)
-    figure = figures.sensitivity(cases)
-    assert list(figure.data.index) == [case.name for case in cases]
-    assert figure.data["step"].tolist() == pytest.approx([1e3 * case.summary.step_s["mean"] for case in cases])
-    assert figure.axes[0].yaxis_inverted()
-
-
-def test_residuals_are_shares_of_the_measured() -> None:
-    """Predicted over measured, minus 1, in per cent."""
-    table = pd.DataFrame({"measured_s": [0.1, 0.2], "predicted_s": [0.11, 0.19], "group": ["a", "b"]})
-    figure = figures.residuals(table, band_percent=3)
-    assert figure.data["error_percent"].tolist() == pytest.approx([10, -5])
-    points: list[Any] = [one.get_offsets()[0].tolist() for one in figure.axes[0].collections]
-    assert points == [pytest.approx([100, 10]), pytest.approx([200, -5])]
 
 
 def test_curves_are_one_a_value_with_a_bound() -> None:

@@ -9,15 +9,11 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
-from fleetbench.experiment import Experiment
 from fleetbench.report.html import write_report
 from fleetbench.result import RunResult
 from fleetbench.store import save_run
-from fleetbench.strategy import DistributedStrategy
 from tuner.notes import Remark
-from tuner.recommendation import Arm, Recommendation
+from tuner.recommendation import Recommendation
 
 
 class _Page(HTMLParser):
@@ -92,26 +88,6 @@ def test_names_are_escaped(tuned: Path, recommendation: Recommendation) -> None:
     path = write_report(tuned)
     assert "script" not in _read(path).tags
     assert html.escape(hostile) in path.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_keep_default_makes_a_page_too(tmp_path: Path, stored: bool) -> None:
-    """A tuning without pairs, arms or runs still says its verdict."""
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    recommendation = Recommendation(
-        experiment="0123abcd",
-        name="kept",
-        verdict="KEEP DEFAULT",
-        reason="nothing was faster",
-        strategy={},
-        arms=(Arm(name="default", strategy=DistributedStrategy(), simulated_s=0.01, simulated_run="x"),) if stored else (),
-    )
-    recommendation.save(folder)
-    (folder / "experiment.toml").write_text(Experiment().to_toml(), encoding="utf-8")
-    text = _read(write_report(folder)).text
-    assert "KEEP DEFAULT" in text
-    assert text.count("nothing was faster") == 1
 
 
 def test_a_single_run_has_a_page(tmp_path: Path, make_run: Callable[..., RunResult]) -> None:

@@ -21,16 +21,3 @@ def test_an_error_keeps_its_sign() -> None:
     assert units.percent(-0.0123, sign=True) == "-1.2 %"
     assert units.percent(0.05, sign=True) == "+5.0 %"
     assert units.percent(0.05) == "5.0 %"
-
-
-def test_changes_are_spelled_as_in_the_file() -> None:
-    """Nested tables become dotted keys and booleans TOML's."""
-    assert units.changes({"localsgd": True, "localsgd_configs": {"k_steps": 4}}) == "localsgd = true, localsgd_configs.k_steps = 4"
-    assert units.changes({"blocks": [f"b{number}" for number in range(32)]}) == "blocks = [b0, ..., b31] (32)"
-    assert units.changes({}) == "Fleet's defaults"
-
-
-def test_sizes_are_decimal() -> None:
-    """A megabyte is 10^6 bytes."""
-    assert units.size(1_500_000) == "1.50 MB"
-    assert units.size(12) == "12 B"

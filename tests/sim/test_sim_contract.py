@@ -18,7 +18,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.events import Observed
 from fleetbench.plan.operations import COLLECTIVES
 from fleetbench.plan.training import family
-from fleetbench.stragglers import Jitter, Trace
+from fleetbench.stragglers import Jitter
 from fleetbench.workload import LossCurve
 from sim.run import simulate
 
@@ -111,7 +111,6 @@ def changed(part: str, **changes: object) -> tuple[str, dict[str, object]]:
     [
         (changed("strategy", auto=True), "strategy.auto"),
         (changed("cluster", servers=1), "cluster.servers"),
-        (changed("cluster", stragglers=(Trace(path="trace.parquet"),)), r"cluster.stragglers\[0\].path"),
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(change: tuple[str, dict[str, object]], name: str) -> None:

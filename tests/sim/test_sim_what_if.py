@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
-import pandas as pd
 import pytest
 from sim_cases import layered, link, profiled, with_profile
 
 from fleetbench.cluster import NodeOverride
 from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.stragglers import Jitter, SlowNode, SlowRank, Trace, draws
+from fleetbench.stragglers import Blocks, Jitter, SlowNode, SlowRank, draws
 from sim.many.what_if import slowest_rank_and_node, what_if, with_infinite_bandwidth
 from sim.run import simulate
 
@@ -83,11 +81,10 @@ def test_without_a_rank_all_others_keep_their_draws() -> None:
     assert lengths.to_numpy() == pytest.approx(by_rank.drop(3).max().to_numpy(), abs=1e-7)
 
 
-def test_the_slowest_rank_is_the_latest_on_average(tmp_path: Path) -> None:
-    """By the trace: rank 1 is late once and much, rank 2 always and more in sum; none is where nobody is late."""
-    rows = [(rank, step, x) for rank, xs in enumerate([(0, 0, 0), (2, 0, 0), (1, 1, 1)]) for step, x in enumerate(xs, start=1)]
-    pd.DataFrame(rows, columns=["rank", "step", "x"]).to_csv(tmp_path / "t.csv", index=False)
-    experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(Trace(path=str(tmp_path / "t.csv")),))
+def test_the_slowest_rank_is_the_latest_on_average() -> None:
+    """Rank 1 is late once and much, rank 2 always and more in sum; none is where nobody is late."""
+    late = Blocks(values=((0, 0, 0), (2, 0, 0), (1, 1, 1)), block_steps=3)
+    experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(late,))
     assert slowest_rank(experiment) == 2
     assert slowest_rank(layered(LAYER, inter=link(8))) is None
 

@@ -62,7 +62,7 @@ def test_the_best_bucket_is_the_one_worked_out_by_hand(tmp_path: Path) -> None:
     assert found.samples_per_s == pytest.approx(2 * 32 / 0.022, rel=1e-4)
     assert found.low < found.speedup < found.high
     text = (folder / "recommended.toml").read_text(encoding="utf-8")
-    assert text.splitlines()[1].startswith("# SIMULATED, declared compute: use ")
+    assert text.splitlines()[0].startswith("# SIMULATED, declared compute: use ")
     assert DistributedStrategy.load(folder / "recommended.toml") == found.strategy != _experiment().strategy
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fleetbench.collective_logs import all_reduces
 from fleetbench.config import nearest
+from fleetbench.digests import read_text
 from fleetbench.errors import ConfigError
-from fleetbench.file_kinds import kind_of, read_file, text_of
 
 GPUS = "gpus"
 """Setting of a cell: number of trainers on all nodes together."""
@@ -51,18 +51,13 @@ def read_cells(path: str | Path, say: Callable[[str], None] = lambda _: None) ->
     """Read a CSV file of settings and measurements, or a benchmark's output, either also as gzip.
 
     An empty value keeps what the experiment declares. ``say`` is called with what was left out of a
-    benchmark's output. Raises ``ConfigError`` with the line that cannot be read, or with the kind that another
-    file seems to be.
+    benchmark's output. Raises ``ConfigError`` with the line that cannot be read.
     """
     hint = "name a CSV file with a column `seconds`, or the output of nccl-tests"
-    data = read_file(path, hint)
-    text = text_of(data)
-    found = None if text is None else all_reduces(text, str(path), say)
+    text = read_text(path, hint)
+    found = all_reduces(text, str(path), say)
     if found is not None:
         return tuple(Cell(where=place, seconds=seconds, all_reduce_bytes=nbytes, ranks=ranks) for place, nbytes, seconds, ranks in found)
-    kind = kind_of(data)
-    if text is None or kind is not None:
-        raise ConfigError(f"holds no measurement: it seems to be {kind}", str(path), hint=hint)
     cells = _of_csv(text.splitlines(), str(path))
     if not cells:
         raise ConfigError("holds no measurement", str(path), hint="a row for each measurement, below the names of the columns")

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy import optimize, stats
 
-from fleetbench.digests import sealed, write_whole
+from fleetbench.digests import write_whole
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import Profile, name_profile
@@ -84,7 +84,7 @@ class Calibration:
         if self.profile is not None:
             experiment = name_profile(experiment, self.profile, path.with_name(f"{path.stem}-profile.toml").resolve())
         fitted = ", ".join(parameter.key for parameter in self.parameters if not parameter.held) or "nothing"
-        write_whole(path, sealed(f"# calibrated by {len(self.cells)} measurements: {fitted}\n{experiment.to_toml()}"))
+        write_whole(path, f"# calibrated by {len(self.cells)} measurements: {fitted}\n{experiment.to_toml()}")
 
 
 def calibrate(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fleetbench.config import Config
 from fleetbench.experiment import Experiment
 from fleetbench.profile import name_profile, profile_of
-from fleetbench.stragglers import Jitter, Trace
+from fleetbench.stragglers import Jitter
 from tuner.notes import Note, left_out
 
 FIELDS = {
@@ -49,8 +49,6 @@ def assumptions(experiment: Experiment, folder: Path) -> tuple[dict[str, Experim
             continue
         if name == "latency" and cluster.collective.startswith("nccl-"):
             notes.append(left_out("latency of NCCL's own model", "is not varied", "the file does not declare it"))
-        if name == "stragglers" and any(isinstance(entry, Trace) for entry in cluster.stragglers):
-            notes.append(left_out("stragglers of a trace", "are not scaled", "they were recorded"))
         found |= {f"{name} x {factor:g}": changed(experiment, name, factor, folder) for factor in FACTORS}
     return found, notes
 

@@ -1,6 +1,5 @@
 """Rules of parameter servers: the mode of a job, its bounds, and which server holds which parameters."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,25 +79,6 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
         return None
     mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
     return f"a_sync_configs.k_steps = -1: {mode}; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
-
-
-def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """Return the field of a bound that trainers never reach because they are idle in each step, and the reason.
-
-    None if there is no such bound. ``step_s`` is the time per step in seconds. ``apart`` is the mean number
-    of steps between two exchanges, or None if not counted; a full link delays exchanges.
-    """
-    name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
-    if rules.mode == "synchronous" or most <= 1 or (apart or 0.0) >= _NEARLY * most or step_s * 1e9 <= rules.idle_ns:
-        return None
-    when = "after every step" if apart is None or apart < _EVERY else f"every {apart:.3g} steps in the mean"
-    pauses, enough = rules.idle_ns // WAIT_NS, math.ceil(1.5e9 * step_s / WAIT_NS)
-    why = (
-        f"at most {most} steps between two exchanges, and there is one {when}: a step takes {1e3 * step_s:.3g} ms, and a "
-        f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {pauses}) and sends what it has; "
-        f"send_wait_times = {enough} keeps {most}"
-    )
-    return f"strategy.a_sync_configs.{name}", why
 
 
 def rules_of(

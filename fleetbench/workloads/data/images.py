@@ -6,7 +6,6 @@ thread that decodes it, nor on what was decoded before.
 """
 
 import math
-import os
 import re
 import time
 from collections import deque
@@ -30,7 +29,6 @@ _AREA = (0.08, 1.0)
 6)."""
 _RATIO = (3 / 4, 4 / 3)
 """Range of the ratio of width to height of a training crop, drawn uniformly in its logarithm."""
-_ATTEMPTS = 10
 _LINE = re.compile(r"\s*(\S.*?)\s+([+-]?[0-9]{1,9})\s*")
 _SHORTER_SIDE = 256 / 224
 """Ratio of the picture's shorter side to the side of the central square that evaluation uses."""
@@ -50,19 +48,18 @@ class Crop:
 
 
 def training_crop(seed: int, epoch: int, sample: int, width: int, height: int) -> Crop:
-    """Return a random rectangle of a picture of ``width`` x ``height`` pixels, mirrored half of the time."""
+    """Return a random rectangle of a picture of ``width`` x ``height`` pixels, mirrored half of the time.
+
+    A rectangle wider or higher than the picture is cut to it.
+    """
     generator = np.random.Generator(np.random.Philox(key=[seed, _PURPOSE], counter=[0, 0, epoch, sample]))
     mirror = bool(generator.random() < 0.5)
-    for area, ratio, across, down in generator.random((_ATTEMPTS, 4)):
-        wanted = width * height * (_AREA[0] + area * (_AREA[1] - _AREA[0]))
-        stretch = math.exp(math.log(_RATIO[0]) + ratio * (math.log(_RATIO[1]) - math.log(_RATIO[0])))
-        inner_width, inner_height = round(math.sqrt(wanted * stretch)), round(math.sqrt(wanted / stretch))
-        if 0 < inner_width <= width and 0 < inner_height <= height:
-            left, top = int(across * (width - inner_width + 1)), int(down * (height - inner_height + 1))
-            return Crop(left, top, inner_width, inner_height, mirror)
-    inner_width = min(width, max(1, round(height * _RATIO[1])))
-    inner_height = min(height, max(1, round(width / _RATIO[0])))
-    return Crop((width - inner_width) // 2, (height - inner_height) // 2, inner_width, inner_height, mirror)
+    area, ratio, across, down = generator.random(4)
+    wanted = width * height * (_AREA[0] + area * (_AREA[1] - _AREA[0]))
+    stretch = _RATIO[0] * (_RATIO[1] / _RATIO[0]) ** ratio
+    inner_width = max(1, min(width, round(math.sqrt(wanted * stretch))))
+    inner_height = max(1, min(height, round(math.sqrt(wanted / stretch))))
+    return Crop(int(across * (width - inner_width + 1)), int(down * (height - inner_height + 1)), inner_width, inner_height, mirror)
 
 
 def training_pixels(path: Path, size: int, seed: int, epoch: int, sample: int) -> Pixels:
@@ -108,15 +105,11 @@ class ImageList:
 def read_list(root: Path, split: str, classes: int) -> ImageList:
     """Return the pictures in the list ``root/split.txt``.
 
-    A path is relative to ``root`` or to ``root/split``, and a label is in 0..classes-1. Raises
+    Paths are relative to ``root``, or to ``root/split`` if the first one is; a label is in 0..classes-1. Raises
     ``ConfigError``, with file and line for a wrong entry.
     """
     lines = read_text(root / f"{split}.txt", "imagenet:DIR needs train/, val/, train.txt and val.txt in DIR").splitlines()
-    begin = len(f"{root}/")
-    files = {
-        f"{at}/{name}"[begin:] for at, _, names in os.walk(root, followlinks=True) for name in names
-    }  # checking files one by one takes longer
-    found = ImageList([], [], [])
+    found, inside = ImageList([], [], []), ""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -129,10 +122,11 @@ def read_list(root: Path, split: str, classes: int) -> ImageList:
         if not 0 <= label < classes:
             hint = f"0..{classes - 1}, or more workload.model_options.classes"
             raise ConfigError("is not the label of a class", where, str(label), hint)
-        inside = next((known for known in (name, f"{split}/{name}") if known in files), None)
-        if inside is None:
-            raise ConfigError("no such file", where, repr(name), f"paths are relative to {root} or {root / split}")
-        found.paths.append(inside)
+        if not found.paths and not (root / name).is_file():
+            inside = f"{split}/"
+            if not (root / split / name).is_file():
+                raise ConfigError("no such file", where, repr(name), f"paths are relative to {root} or {root / split}")
+        found.paths.append(f"{inside}{name}")
         found.labels.append(label)
         found.lines.append(number)
     if not found.paths:

@@ -56,29 +56,19 @@ DIGITS_FEATURES = 64
 NUM_BYTES = 256
 """Number of byte classes; one more token stands for the masked byte."""
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {
-    "mlp": mlp,
-    "digits_mlp": digits_mlp,
-    "digits_cnn": digits_cnn,
-    "resnet50": resnet50,
-    "bert_base": bert_base,
-    "gpt": Gpt,
-    "llama": Llama,
-    "wide_deep": WideDeep,
-    "word2vec": SkipGram,
+_MODELS: Mapping[str, tuple[Callable[..., nn.Module], str]] = {
+    "mlp": (mlp, "features"),
+    "digits_mlp": (digits_mlp, "digits"),
+    "digits_cnn": (digits_cnn, "digits"),
+    "resnet50": (resnet50, "images"),
+    "bert_base": (bert_base, "tokens"),
+    "gpt": (Gpt, "tokens"),
+    "llama": (Llama, "tokens"),
+    "wide_deep": (WideDeep, "clicks"),
+    "word2vec": (SkipGram, "pairs"),
 }
-
-INPUTS: Mapping[str, str] = {
-    "mlp": "features",
-    "digits_mlp": "digits",
-    "digits_cnn": "digits",
-    "resnet50": "images",
-    "bert_base": "tokens",
-    "gpt": "tokens",
-    "llama": "tokens",
-    "wide_deep": "clicks",
-    "word2vec": "pairs",
-}
+MODELS = {name: make for name, (make, _) in _MODELS.items()}
+INPUTS = {name: inputs for name, (_, inputs) in _MODELS.items()}
 """Input of each model: a batch of ``features`` (n), ``digits`` (8, 8), ``images`` (3, size, size), ``tokens``
 (length), ``clicks`` (39 columns, see ``fleetbench.workloads.models.sparse``) or ``pairs`` (a word, its
 neighbour, and negatives)."""
@@ -117,67 +107,50 @@ _FED_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of inputs that each data source can provide."""
 
-_SPELLED: Mapping[str, str] = {"text": "text:FILE", "imagenet": "imagenet:DIR"}
-"""Spelling of the data sources that need an argument."""
-
 
 def check_model(workload: Workload) -> None:
     """Raise ``ConfigError`` for an unknown model, data or option, or for data that do not fit the model."""
     _check_model_options(workload.model, workload.model_options)
-    source = data_source(workload)
-    if source not in _FED_BY:
-        known = "digits, synthetic, pydocs, text:FILE or imagenet:DIR"
-        raise ConfigError("not data that can be read yet", "workload.data", repr(workload.data), known)
-    fed = [name for name in MODELS if INPUTS[name] in _FED_BY[source]]
-    if workload.model not in fed:
-        feeds = [f'"{_SPELLED.get(name, name)}"' for name, inputs in _FED_BY.items() if INPUTS[workload.model] in inputs]
-        hint = f"{workload.model} is fed by workload.data = {' or '.join(feeds)}; this data feeds workload.model = {' or '.join(fed)}"
+    source, inputs = data_source(workload), INPUTS[workload.model]
+    if inputs not in _FED_BY.get(source, ()):
+        feeds = " or ".join(name for name, kinds in _FED_BY.items() if inputs in kinds)
+        hint = f"one of {feeds} (imagenet:DIR, text:FILE)"
         raise ConfigError(f"is not what {workload.model} is fed with", "workload.data", repr(workload.data), hint)
-    _check_options("data_options", workload.data_options, _defaults(workload, INPUTS[workload.model]), workload.data)
-    if workload.model == "mlp" and source == "digits" and model_option(workload, "features") != DIGITS_FEATURES:
-        hint = 'set it to 64, or workload.data = "synthetic"'
-        raise ConfigError("the digits have 64 features", "workload.model_options.features", repr(model_option(workload, "features")), hint)
-    if INPUTS[workload.model] == "tokens":
-        _check_tokens(workload, source)
-    elif INPUTS[workload.model] == "images" and workload.batch_size == 1 and (size := sizes(workload, "images")["image_size"]) <= 32:
-        # a 32-fold reduction leaves one value per channel, whose variance is 0
-        hint = "use workload.batch_size = 2 or more, or larger images"
-        raise ConfigError("batch norm needs more than one value a channel", "workload.data_options.image_size", str(size), hint)
-    elif INPUTS[workload.model] == "clicks" and (rows := model_option(workload, "rows")) > MOST_ROWS:
-        raise ConfigError("is more than a batch can name", "workload.model_options.rows", str(rows), f"at most {MOST_ROWS}")
-
-
-def _check_tokens(workload: Workload, source: str) -> None:
-    length, positions = sizes(workload, "tokens")["length"], model_option(workload, "positions")
-    if length > positions:
-        hint = f"at most workload.model_options.positions = {positions}"
-        raise ConfigError("the model has fewer positions", "workload.data_options.length", str(length), hint)
-    if source != "synthetic":
-        for name, least in (("vocab", NUM_BYTES + 1), ("classes", NUM_BYTES)):
-            if name in signature(MODELS[workload.model]).parameters and model_option(workload, name) < least:
-                hint = f"model_options = {{ vocab = {NUM_BYTES + 1}, classes = {NUM_BYTES} }}: its bytes, and a token for the masked one"
-                where, value = f"workload.model_options.{name}", str(model_option(workload, name))
-                raise ConfigError("is too small for the bytes of a text", where, value, hint)
+    _check_options("data_options", workload.data_options, _defaults(workload, inputs), workload.data)
+    size = sizes(workload, inputs)
+    limits = {
+        "model_options.features": (inputs == "features" and source == "digits", DIGITS_FEATURES, DIGITS_FEATURES),
+        "model_options.rows": (inputs == "clicks", 1, MOST_ROWS),
+        "model_options.vocab": (inputs == "tokens" and source != "synthetic", NUM_BYTES + 1, math.inf),
+        "model_options.classes": (workload.model == "bert_base" and source != "synthetic", NUM_BYTES, math.inf),
+        "data_options.length": (inputs == "tokens", 1, model_option(workload, "positions") if inputs == "tokens" else 0),
+        "data_options.image_size": (inputs == "images" and workload.batch_size == 1, 33, math.inf),  # batch norm needs two values
+    }
+    for name, (applies, least, most) in limits.items():
+        table, _, option = name.partition(".")
+        if applies and not least <= (value := size[option] if table == "data_options" else model_option(workload, option)) <= most:
+            bounds = f"at least {least}" + (f" and at most {most}" if most < math.inf else "")
+            raise ConfigError(
+                f"must be {bounds} with this model and data",
+                f"workload.{name}",
+                str(value),
+                f"{option} = {least if value < least else most}",
+            )
 
 
 def _check_model_options(name: str, options: Mapping[str, ModelOption]) -> None:
     if name not in MODELS:
         raise ConfigError("not a model that can be executed", "workload.model", repr(name), f"one of {', '.join(MODELS)}")
     known = {option: parameter.default for option, parameter in signature(MODELS[name]).parameters.items()}
-    elsewhere = {option for model in MODELS.values() for option in signature(model).parameters} - known.keys()
-    others = [option for option in options if option in elsewhere]
-    if others:
-        what = f"takes no {' and no '.join(others)}, which workload.model_options holds"
-        hint = f"{name} takes {', '.join(known)}; --set 'workload.model_options={{}}' drops what a file has for another model"
-        raise ConfigError(what, "workload.model", repr(name), hint)
     _check_options("model_options", options, known, name)
-    all_options = {**known, **options}
+    given = {"head_size": 2, **known, **options}
     for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
-        if int(all_options.get(whole, 1)) % (divisor := int(all_options.get(part, 1))):
-            hint = f"a divisor of {whole} = {all_options[whole]}"
-            raise ConfigError(f"does not divide {whole}", f"workload.model_options.{part}", str(divisor), hint)
-    if int(size := all_options.get("head_size", 2)) % 2:
-        raise ConfigError("must be even", "workload.model_options.head_size", str(size), "its numbers are turned in pairs")
+        if int(given.get(whole, 1)) % int(given.get(part, 1)):
+            raise ConfigError(
+                f"does not divide {whole}", f"workload.model_options.{part}", str(given[part]), f"a divisor of {given[whole]}"
+            )
+    if int(given["head_size"]) % 2:
+        raise ConfigError("must be even", "workload.model_options.head_size", str(given["head_size"]), "its numbers are turned in pairs")
 
 
 def _check_options(table: str, options: Mapping[str, ModelOption], known: Mapping[str, int | float], taker: str) -> None:
@@ -185,17 +158,13 @@ def _check_options(table: str, options: Mapping[str, ModelOption], known: Mappin
     for option, value in options.items():
         where = f"workload.{table}.{option}"
         if option not in known:
-            raise ConfigError("not an option here", where, repr(value), f"{taker} takes {', '.join(known) or 'none'}")
-        if isinstance(known[option], bool):
-            if not isinstance(value, bool):
-                raise ConfigError("must be true or false", where, repr(value), f"for example {option} = true")
-            continue
-        hint = f"for example {option} = {known[option] or (0.1 if isinstance(known[option], float) else 64)}"
-        if isinstance(known[option], float):
-            if type(value) not in (int, float) or not 0 < float(value) < math.inf:
-                raise ConfigError("must be a number above 0", where, repr(value), hint)
-        elif type(value) is not int or value < 1:
-            raise ConfigError("must be a whole number of at least 1", where, repr(value), hint)
+            hint = f"{taker} takes {', '.join(known) or 'none'}; --set 'workload.{table}={{}}' drops them"
+            raise ConfigError("not an option here", where, repr(value), hint)
+        kind = type(known[option])
+        is_number = type(value) is kind or (kind is float and type(value) is int)
+        if not is_number or not (kind is bool or 0 < float(value) < math.inf):
+            what = {bool: "true or false", int: "a whole number of at least 1", float: "a number above 0"}[kind]
+            raise ConfigError(f"must be {what}", where, repr(value), f"for example {option} = {known[option] or 0.1}")
 
 
 def model_option(workload: Workload, option: str) -> int:

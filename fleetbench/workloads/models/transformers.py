@@ -43,13 +43,7 @@ class Bert(nn.Module):
         super().__init__()
         self.bert = encoder
         self.classifier = nn.Linear(hidden, classes)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=_INITIAL_STD)
-            if isinstance(module, nn.MultiheadAttention):
-                nn.init.normal_(module.in_proj_weight, std=_INITIAL_STD)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        _initialise(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
@@ -218,6 +212,8 @@ def _initialise(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=_INITIAL_STD)
+        if isinstance(module, nn.MultiheadAttention):
+            nn.init.normal_(module.in_proj_weight, std=_INITIAL_STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
