@@ -219,5 +219,5 @@ def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) ->
     declared = (scenario.table.contention, scenario.table.collective_contention)
     compute, collectives = (1 + Fraction(repr(value)) for value in declared)  # the decimals that a file writes
     if collectives > 1:
-        refuse_slowed(layout, programs)
+        refuse_slowed(programs)
     return lambda blocks: Transfers(layout, blocks, 1 / collectives), compute
