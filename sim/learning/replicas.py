@@ -20,7 +20,7 @@ from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import COLLECTIVES, Operation
 from fleetbench.workload import OPTIMIZER_STATE, Workload
 from fleetbench.workloads.training import make_optimizer
-from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
+from sim.learning.gradients import Arguments, Tensors, Way
 
 
 class Replicas:
@@ -148,10 +148,7 @@ class Replicas:
             self._arrive(payload, bucket, [_means(value, self._plan.parts["inner"]) for value in self._cargo(payload, names)])
             return
         if is_plain(chain, self._plan.buckets[bucket].dtype) or payload == "rows":
-            if payload == "delta":
-                self._arrive(payload, bucket, [_mean_difference(self.parameters[name], self._snapshot[name]) for name in names])
-            else:
-                self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
+            self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
             return
         wire = getattr(torch, operation.wire_dtype or self._plan.buckets[bucket].dtype)
         carried, done = self._under_way.pop((payload, bucket), (None, 0))
@@ -243,15 +240,6 @@ def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination
 
 def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:
     return value.detach().expand(members, *value.shape).clone()
-
-
-def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tensor:
-    """Return the mean over trainers of ``values - snapshot``, ``(1, ...)``.
-
-    It is computed in parts that fit into a cache.
-    """
-    sums = [(part - snapshot).sum(0) for part in values.split(max(1, CACHE_NBYTES // 8 // snapshot.nbytes))]
-    return torch.stack(sums).sum(0, keepdim=True).div_(len(values))
 
 
 def _means(value: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -27,7 +27,7 @@ from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
+from sim.learning.gradients import Chosen, Problem, fastest
 from sim.learning.prepared import Look, Prepared, Progress, Say, densely, free_bytes, never, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -121,10 +121,7 @@ class VirtualTraining:
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
-        fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
-        parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
-        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few parts gain nothing
-        at_once = in_loop + activations * (together - 1)
+        at_once = in_loop + activations * (problem.trainers - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
         say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where many compute at once")
@@ -132,9 +129,9 @@ class VirtualTraining:
         self.replicas = Replicas(problem.model, workload, plan, what)
         arguments = self.replicas.arguments(inputs, labels, self._loss_scale)
         if wanted is None:
-            chosen = fastest(problem, arguments, workload.steps, together, may_stack=at_once <= free_bytes(device))
+            chosen = fastest(problem, arguments, workload.steps, may_stack=at_once <= free_bytes(device))
         else:
-            chosen = Chosen(problem.loop if wanted == "loop" else problem.graph(*arguments, together=together), wanted, 0.0)
+            chosen = Chosen(problem.loop if wanted == "loop" else problem.graph(*arguments), wanted, 0.0)
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
         self.num_bytes = at_once if chosen.name == "graph" else in_loop
 

@@ -120,24 +120,6 @@ def test_a_graph_moves_statistics_as_the_loop() -> None:
     assert torch.equal(buffers[0], _repeated(model[1].running_mean, 5)), "a way changes nothing that it is given"
 
 
-@pytest.mark.slow
-def test_a_graph_of_some_trainers_at_a_time_computes_as_one_of_all() -> None:
-    """Five trainers in parts of three or two, of which the last overlaps, have the gradients, losses and statistics of the loop."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    buffers = [_repeated(value, 5) for value in model.buffers()]
-    for shares, together in ((False, 3), (False, 2), (True, 3)):
-        parameters = [torch.randn_like(_repeated(value, 1 if shares else 5)) for value in model.parameters()]
-        problem = Problem(model=model, compare=cross_entropy, trainers=5, shares=shares, averages=False)
-        graph = None
-        for _ in range(2):
-            batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(0, 2, (5, 6))
-            arguments = (parameters, buffers, torch.tensor(4.0, dtype=torch.float64), *batch)
-            graph = graph or problem.graph(*arguments, together=together)
-            for found, expected in zip(graph(*arguments), problem.loop(*arguments), strict=True):
-                torch.testing.assert_close(found, expected)
-
-
 def _repeated(value: torch.Tensor, members: int) -> torch.Tensor:
     return value.detach().expand(members, *value.shape).clone()
 
