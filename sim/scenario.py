@@ -36,7 +36,7 @@ MOST_KEPT = 2**22
 """Largest number of delays that are drawn at once and cached. Cached delays are reused for other
 strategies."""
 _CLUSTER = """
-nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks sites
+nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth cores_per_node gpu racks sites
 node_overrides stragglers churn
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
@@ -59,8 +59,6 @@ class Scenario:
     """Delays X of every rank and step."""
     fetch_every: int = 1
     """Number of steps between two times at which the host reads results back."""
-    first_exchange_ns: int = 0
-    """Additional time in ns before the first collective on each communicator starts."""
 
     @classmethod
     def of(
@@ -93,7 +91,6 @@ class Scenario:
             steps_per_epoch=learnt.steps_per_epoch if learnt else experiment.workload.steps_per_epoch,
             draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
             fetch_every=strategy.fetch_every_n_steps,
-            first_exchange_ns=cluster.first_exchange,
         )
 
     def scalar(self, name: str, rank: int, state: State) -> float:
@@ -159,7 +156,6 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time only with collective = "gloo"'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time in the simulation: no profile has measured it"),
         (local.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
-        (served and cluster.first_exchange, "cluster.first_exchange", "it applies to collectives"),
         (experiment.run.environment, "run.environment", "no process is started"),
         (cluster.churn, "cluster.churn", "the steps are those of an undisturbed run; goodput has figures of its own"),
     )

@@ -40,7 +40,7 @@ _BELIEFS = frozenset(
     {"name", "workload.profile", "workload.target_loss", "workload.eval_every"}
     | {f"run.{name}" for name in ("launcher", "port", "startup_timeout", "timeout")}
     | {f"cluster.{name}" for name in ("nics_per_node", "cores_per_node", "node_overrides", "sites", "collective", "measured", "gpu")}
-    | {"cluster.host_bandwidth", "cluster.first_exchange"}
+    | {"cluster.host_bandwidth"}
 )
 _BELIEVED_TABLES = ("tune.", "run.environment.", "cluster.intra.", "cluster.inter.", "cluster.racks.")
 

@@ -106,7 +106,7 @@ class Engine:
         self._first_counted = scenario.steps.index(1)
         self._layout = layout
         self._carrier, contention = _carrier(scenario, layout, self.script.programs)
-        self._slows = contention, scenario.first_exchange_ns
+        self._contention = contention
         table, programs = scenario.table, self.script.programs
         step = np.arange(len(scenario.steps))
         fetch_ns = np.where((step > 0) & (step % scenario.fetch_every == 0), int(table.fetch), 0)
@@ -120,7 +120,7 @@ class Engine:
         head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
         self._most_ns = head_ns + most_ns(layout, programs)
         self._compute_ns = max([table.forward_ns + table.backward_ns, *(moment_ns for _, moment_ns in moments_of(scenario.plan, table))])
-        self._reached_ns = sum(join.is_first for program in programs for join in program.joins) * scenario.first_exchange_ns
+        self._reached_ns = 0
         self._begin_ns = np.zeros(self._runs, dtype=np.int64)
         """By run: time in ns at which the next block begins, or at which the unfinished interpreter was at
         0."""
@@ -154,7 +154,7 @@ class Engine:
             if self._loaders is None:
                 blocks = min(count, max(1, CELLS // (stride * self._layout.num_ranks * runs)), self._most_blocks)
             rows = runs * blocks
-            ranks = Interpreter(self._layout, self._carrier(rows), np.zeros((rows, 1), dtype=np.int64), *keeps, *self._slows)
+            ranks = Interpreter(self._layout, self._carrier(rows), np.zeros((rows, 1), dtype=np.int64), *keeps, self._contention)
         seen = []
         for step, program in enumerate(pattern, start=first):
             steps = slice(step, step + stride * (blocks - 1) + 1, stride)

@@ -153,4 +153,3 @@ class _Loop:
         for follower in meetings.followers[meeting]:
             self._missing[follower] -= 1
             self._start(meetings.queue_of[follower], now)
-

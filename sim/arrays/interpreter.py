@@ -85,8 +85,6 @@ class Interpreter:
     """Whether spans of the timeline are recorded; this needs ``looks``."""
     contention: Fraction
     """Factor on the time of compute while collectives of its rank are in flight."""
-    opens_ns: int = 0
-    """Additional time in ns of the first collective on each communicator."""
     _num_ids: int = 0
     """Number of operations in the previous step."""
     _base_ns: int = 0
@@ -207,7 +205,7 @@ class Interpreter:
         else:
             ready = group.latest(self._now())
         self._arrivals.append((group, self.offset, self._base_ns))
-        self.carrier.join(operation, ready, self.opens_ns if instruction.is_first else 0)
+        self.carrier.join(operation, ready)
         if instruction.holds:
             self._wait(self.carrier.flights((operation.id,)))
 

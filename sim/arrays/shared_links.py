@@ -40,10 +40,10 @@ class SharedTransfers(Transfers):
         self._carried = [before for before in self._carried if (before[-1] > earliest).any()]
         super().begin(start, num_ids)
 
-    def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
+    def join(self, operation: Operation, ready: Times) -> None:
         """See ``Transfers``."""
         self._meet(operation, ready)
-        self._waiting.append((operation, ready + opens_ns))
+        self._waiting.append((operation, ready))
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """See ``Transfers``."""

@@ -25,7 +25,7 @@ from fleetbench.fields import named
 from fleetbench.plan.servers.rules import SERVED
 from fleetbench.store import versions
 from fleetbench.support import WORKLOAD, refuse_unexecuted
-from fleetbench.target import HITS_IN_A_ROW, Crossing, crossing
+from fleetbench.target import Crossing, crossing
 from fleetbench.workload import LAYERS, Workload
 from sim.servers.actor import Order
 
@@ -123,12 +123,6 @@ class Trajectory:
     def crossing(self, target: float | None) -> Crossing | None:
         """Return the point at which the held-out loss reaches ``target``; ``None`` if it does not."""
         return crossing(self.held_out, target)
-
-    @property
-    def lowest(self) -> float | None:
-        """Lowest target that the held-out loss reaches; ``None`` with fewer than three evaluations."""
-        losses = [loss for _, loss in self.held_out]
-        return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trajectory as plain data, without ``losses``."""

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.operations import Collective, Operation
-from sim.network.algorithms import ALGORITHMS, Ranks, ring
+from sim.network.algorithms import Ranks, ring
 from sim.network.gloo import SegmentedRing, gloo
 from sim.network.links import Links
 from sim.network.measured import Measured, MeasuredNccl
@@ -64,7 +64,7 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
         if not rows and any(one.kind == kind for one in links.declared):
             return MeasuredNccl(kind, ranks, links)
         return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
-    return ALGORITHMS[name](kind, ranks, links, rows=rows)
+    return ring(kind, ranks, links, rows=rows)
 
 
 def broadcast_ns(experiment: Experiment, nbytes: int) -> int:

@@ -271,20 +271,6 @@ def test_what_is_waited_for_first_tells_waiting_from_communication(engine: Liter
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_the_first_exchange_opens_connections(engine: Literal["reference", "vector"]) -> None:
-    """Once, 500 ns after the last trainer has joined: b, ready at 800, travels from 1300 to 3320, and from the next step on as always."""
-    result = simulate(layered(A_AND_B, inter=link(8, 10), steps=2, first_exchange=Nanoseconds(500)), engine=engine)
-    assert in_ns(result, "start_s") == [0, 4340] * 2
-    assert in_ns(result, "exposed_comm_s") == [3340, 2840] * 2
-    several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-    each = simulate(layered(A_AND_B, inter=link(8, 10), strategy=several, first_exchange=Nanoseconds(500)), engine=engine)
-    assert carried_ns(each) == {"all_reduce 0": (1300, 3810), "all_reduce 1": (1500, 4310)}  # of 1000, 500, 1000 and 500 ns
-    local = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
-    diloco = simulate(layered(A_AND_B, inter=link(8, 10), steps=6, strategy=local, first_exchange=Nanoseconds(500)), engine=engine)
-    assert in_ns(diloco, "exposed_comm_s")[:6] == [3040 + 500, 0, 0, 3040, 0, 3040]
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
 def test_buffers_are_broadcast_behind_each_exchange(engine: Literal["reference", "vector"]) -> None:
     """40 bytes from rank 0 to rank 1 in 10 + 40 ns, behind the bucket of 1000 bytes that ends both ranks' steps.
 

@@ -23,8 +23,6 @@ from sim.many.sweep import sweep
 from sim.run import simulate
 
 STEP_NS = 300
-ALIKE: dict[str, Any] = {"lr": 0.02}
-NOISY: dict[str, Any] = {"lr": 0.2, "data_options": {"teacher": 32, "noise": 0.2}, "unlike_data": 0.8}
 
 
 def _experiment(name: str, **workload: Any) -> Experiment:
@@ -112,39 +110,6 @@ def test_a_sweep_of_the_cluster_trains_once(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-9] + b"otherwise")
     with pytest.raises(ConfigError, match=r"losses\.parquet"):
         sweep(_unprofiled(load, tmp_path), axes, learn=Trajectories(tmp_path / "runs", trained.append).of)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("workload", "says"),
-    [
-        (ALIKE, "does not notice strategy.localsgd_configs.k_steps"),
-        pytest.param(NOISY, None, marks=pytest.mark.slow),
-        (
-            {**ALIKE, "lr": 1e9, "steps": 32},
-            "the held-out loss is not finite where strategy.localsgd_configs.k_steps is 1, 64: set a lower workload.lr",
-        ),
-    ],
-    ids=["alike", "noisy", "diverges"],
-)
-def test_a_sweep_says_where_a_workload_does_not_notice_k(tmp_path: Path, workload: dict[str, Any], says: str | None) -> None:
-    """Noise-free labels of a linear teacher are learnt in as many steps at K = 1 and 64; noise and unlike data take more at 64."""
-
-    def load(more: Any) -> Experiment:
-        data = {
-            "workload": {"model": "mlp", "model_options": {"hidden": 16}, "data": "synthetic", "steps": 256, "eval_every": 8, **workload},
-            "cluster": {"trainers_per_node": 4, "intra": {"bandwidth": "1 Gbit/s", "latency": "1 us"}},
-            "strategy": {"localsgd": True, "localsgd_configs": {"schedule": "torch"}},
-            "run": {"warmup_steps": 0},
-        }
-        experiment = Experiment.from_dict(data)
-        k_steps = int(more[0].partition("=")[2])
-        configs = dataclasses.replace(experiment.strategy.localsgd_configs, k_steps=k_steps)
-        return experiment.replace(strategy=experiment.strategy.replace(localsgd_configs=configs))
-
-    learn = Trajectories(tmp_path, lambda _text: None).of
-    note = sweep(_unprofiled(load, tmp_path), ["strategy.localsgd_configs.k_steps=1,64"], learn=learn).note
-    assert note is None if says is None else says in str(note)
 
 
 def test_a_sweep_of_any_key_says_where_training_diverged(tmp_path: Path) -> None:

@@ -26,9 +26,6 @@ from sim.run import simulate
 
 EVERY: tuple[CollectiveAlgorithm, ...] = (
     "ring",
-    "halving_doubling",
-    "tree",
-    "double_binary_tree",
     "gloo",
     "nccl-volta",
     "nccl-ampere",

@@ -134,7 +134,7 @@ def test_a_step_is_the_same_by_both_engines_where_nothing_is_in_step() -> None:
     """Five buckets that become ready while others travel, gloo's queues of two on two communicators: equal to the nanosecond."""
     strategy = {"sync_nccl_allreduce": False, "nccl_comm_num": 2}
     layers = [(70_000, 30_000, 40_000), (20_000, 10_000, 90_000), (90_000, 5_000, 7_000), (1_000, 0, 300), (50_000, 10, 0)]
-    for collective in ("ring", "gloo", "double_binary_tree", "nccl-hopper"):
+    for collective in ("ring", "gloo", "nccl-hopper"):
         experiment = layered(layers, nodes=5, inter=link(7.3, 40_000), steps=3, strategy=strategy, collective=collective)
         exposed = [in_ns(simulate(experiment, engine=engine), "exposed_comm_s") for engine in ("reference", "vector")]
         assert exposed[0] == exposed[1]
