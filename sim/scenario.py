@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
-from fleetbench.cores import on_cores, shares_cores
+from fleetbench.cores import on_cores
 from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -134,12 +134,9 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         unknown = "no loss is simulated, so final_loss and time_to_target_s are null: --loss trains"
         found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
     found += skipped_by_layers(workload, strategy)
-    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and cluster.gpu is None and not shares_cores(experiment)
-    is_measured = not served and cluster.intra is None and max(cluster.trainers_by_node) > 1
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     unknown_cost = strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
-        (is_cored, "cluster.cores_per_node", "layer times that are declared, or of a device or a testbed, do not depend on it"),
         (
             served and cluster.intra,
             "cluster.intra",
@@ -151,7 +148,6 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
             "servers share the nodes' links; their use of the trainers' cores is left out",
         ),
         *_unlimited(cluster, served=served),
-        (is_measured, "cluster.intra", "not declared: the profile's measurement in the training loop is used"),
         (served and cluster.collective != "ring", "cluster.collective", "trainers have no collectives"),
         (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time only with collective = "gloo"'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time in the simulation: no profile has measured it"),

@@ -19,7 +19,7 @@ from sim.arrays.interpreter import Interpreter
 from sim.arrays.layout import Layout, Times
 from sim.arrays.observers import Observer, StepTable, Sums, TimelineSpans
 from sim.arrays.program import Program, Script, script_of
-from sim.arrays.shared_links import SharedTransfers, Wires, together
+from sim.arrays.shared_links import SharedTransfers, Wires
 from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_slowed, shares
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
@@ -212,8 +212,8 @@ def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) ->
     if shares(layout, programs):
         if is_slowed:
             raise Unsupported(SHARED)
-        known = cache(partial(Wires, layout)), cache(partial(together, layout))
-        return lambda blocks: SharedTransfers(layout, blocks, *known), Fraction(1)
+        wires = cache(partial(Wires, layout))
+        return lambda blocks: SharedTransfers(layout, blocks, wires), Fraction(1)
     if not is_slowed:
         return lambda blocks: Transfers(layout, blocks), Fraction(1)
     declared = (scenario.table.contention, scenario.table.collective_contention)

@@ -10,24 +10,17 @@ import numpy as np
 from fleetbench.plan.operations import Operation
 from sim.arrays.event_loop import Meetings
 from sim.arrays.layout import Layout, Times, alone_ns
-from sim.arrays.supported import SHARED, Unsupported, with_those_before
+from sim.arrays.supported import SHARED, Unsupported
 from sim.arrays.transfers import Flight, Transfers
-from sim.network.links import Port
 
 
 class SharedTransfers(Transfers):
-    """Carries a collective when a rank waits for it, with all that it depends on or shares ports with."""
+    """Carries all collectives that were joined when a rank waits for one of them."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        num_blocks: int,
-        wires: Callable[[tuple[Operation, ...]], Wires],
-        together: Callable[[tuple[Operation, ...], tuple[int, ...]], frozenset[int]],
-    ) -> None:
-        """``wires`` and ``together`` are cached versions of this module's ``Wires`` and ``together``."""
+    def __init__(self, layout: Layout, num_blocks: int, wires: Callable[[tuple[Operation, ...]], Wires]) -> None:
+        """``wires`` is a cached version of this module's ``Wires``."""
         super().__init__(layout, num_blocks)
-        self._wires, self._together = wires, together
+        self._wires = wires
         self._waiting: list[tuple[Operation, Times]] = []
         self._carried: list[tuple[Wires, Times, Times]] = []
         """Meetings carried earlier, each meeting's end, and the latest end in each block. Meetings carried
@@ -47,7 +40,8 @@ class SharedTransfers(Transfers):
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """See ``Transfers``."""
-        self._carry(after)
+        if after is None or any(operation.id in after for operation, _ in self._waiting):
+            self._carry()
         return super().flights(after)
 
     def finished(self) -> Times:
@@ -55,14 +49,9 @@ class SharedTransfers(Transfers):
         self._carry()
         return super().finished()
 
-    def _carry(self, after: tuple[int, ...] | None = None) -> None:
-        """Carry the collectives that decide when the operations ``after`` end; ``None``: carry all."""
-        if after is None:
-            chosen, self._waiting = self._waiting, []
-        else:
-            ids = self._together(tuple([operation for operation, _ in self._waiting]), after)
-            chosen = [one for one in self._waiting if one[0].id in ids]
-            self._waiting = [one for one in self._waiting if one[0].id not in ids]
+    def _carry(self) -> None:
+        """Carry the collectives that were joined since the last time."""
+        chosen, self._waiting = self._waiting, []
         if not chosen:
             return
         operations = tuple([operation for operation, _ in chosen])
@@ -87,21 +76,6 @@ class SharedTransfers(Transfers):
         _, ends = self._queues.get((operation.communicator, operation.group), (None, []))
         ready = self._after(operation, ready)
         return np.maximum(ready, ends[0]) if ends and self._layout.queue_depth == 1 else ready
-
-
-def together(layout: Layout, waiting: tuple[Operation, ...], after: tuple[int, ...]) -> frozenset[int]:
-    """Return the ids of ``waiting`` operations that decide when the operations ``after`` end.
-
-    They come before one of them or share a port with one, directly or through others.
-    """
-    by_id = {operation.id: operation for operation in waiting}
-    found, size = by_id.keys() & set(after), -1
-    while len(found) > size:
-        size = len(found)
-        found = by_id.keys() & with_those_before(found, by_id)
-        ports = frozenset[Port]().union(*(layout.ports(by_id[one]) for one in found))
-        found |= {one for one, operation in by_id.items() if not ports.isdisjoint(layout.ports(operation))}
-    return frozenset(found)
 
 
 class Wires:

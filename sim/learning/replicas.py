@@ -96,9 +96,6 @@ class Replicas:
 
     def _update(self, gradients: Tensors) -> None:
         rate = self._rate * self._combination.lr_scale
-        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:  # in a fraction of the time of the optimizer's own step
-            torch._foreach_add_(self._values, gradients, alpha=-rate)
-            return
         self._optimizer.param_groups[0]["lr"] = rate
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
