@@ -22,13 +22,12 @@ class SharedTransfers(Transfers):
         super().__init__(layout, num_blocks)
         self._wires = wires
         self._waiting: list[tuple[Operation, Times]] = []
-        self._carried: list[tuple[Wires, Times, Times]] = []
-        """Meetings carried earlier, each meeting's end, and the latest end in each block. Meetings carried
-        later may start before it."""
+        self._carried: list[tuple[Wires, Times]] = []
+        """Meetings carried earlier, and the latest end in each block. Meetings carried later may start before it."""
 
     def begin(self, start: Times, num_ids: int) -> None:
         """See ``Transfers``."""
-        self._carry()  # collectives of this step do not share ports with those still in flight: ``meets`` checks it
+        self._carry()  # collectives of this step do not share ports with those still in flight: ``shares`` checks it
         earliest = start.min(axis=1)
         self._carried = [before for before in self._carried if (before[-1] > earliest).any()]
         super().begin(start, num_ids)
@@ -60,9 +59,9 @@ class SharedTransfers(Transfers):
         ready, wires = np.concatenate(times, axis=1), self._wires(operations)
         starts, ends = wires.carry(ready.T)
         first, last = starts.min(axis=0), ends.max(axis=0)
-        if any((latest > first).any() and before.meets(wires, ended, starts) for before, ended, latest in self._carried):
+        if any((latest > first).any() and before.shares(wires) for before, latest in self._carried):
             raise Unsupported(SHARED)
-        self._carried.append((wires, ends, last))
+        self._carried.append((wires, last))
         for operation, own in zip(operations, wires.places, strict=True):
             flight = self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T, self._met[operation.id][1])
             key = operation.communicator, operation.group
@@ -71,7 +70,7 @@ class SharedTransfers(Transfers):
     def _queued(self, operation: Operation, ready: Times) -> Times:
         """Return when a collective may start, as far as is known.
 
-        If a communicator carries several at once, ``meets`` compares the times later.
+        If a communicator carries several at once, ``shares`` decides later.
         """
         _, ends = self._queues.get((operation.communicator, operation.group), (None, []))
         ready = self._after(operation, ready)
@@ -99,9 +98,7 @@ class Wires:
                 queues.setdefault((operation.communicator, operation.group, part), []).append(meeting)
         followers = self._followers(layout, operations, len(routes))
         self._meetings = Meetings(routes, list(queues.values()), layout.routes.links, layout.queue_depth, followers)
-        ports_of = {id(route.loads): set(route.ports) for route in routes}
-        kinds = np.asarray([id(route.loads) for route in routes])
-        self._of_kind = [(ports, np.flatnonzero(kinds == kind)) for kind, ports in ports_of.items()]
+        self._ports = {port for route in routes for port in route.ports}
 
     def _followers(self, layout: Layout, operations: Sequence[Operation], num: int) -> list[list[int]]:
         """Return the meetings that come after each: of later operations, in parts that share a rank with its part."""
@@ -115,13 +112,9 @@ class Wires:
                         found[self.places[before].start + met].append(meeting)
         return found
 
-    def meets(self, later: Wires, ends: Times, starts: Times) -> bool:
-        """Whether a meeting of ``later`` starts before one of these that shares a port with it has ended."""
-        return any(
-            not ports.isdisjoint(others) and bool((ends[own].max(axis=0) > starts[theirs].min(axis=0)).any())
-            for ports, own in self._of_kind
-            for others, theirs in later._of_kind
-        )
+    def shares(self, later: Wires) -> bool:
+        """Whether a meeting of ``later`` passes a port of one of these."""
+        return not self._ports.isdisjoint(later._ports)
 
     def carry(self, ready: Times) -> tuple[Times, Times]:
         """Return the starts and ends of all meetings on idle links, shapes ``(num_meetings, num_blocks)``.

@@ -28,16 +28,13 @@ class Routes:
         self.links = links
         self._ways: dict[tuple[str, bool, tuple[int, ...], int], Way] = {}
         self._known: dict[tuple[object, ...], Route] = {}
-        wide = [link for site in links.sites for link in (site.up, site.down)]
-        used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values(), *wide)
-        self._by_communicator = any(link is not None and (link.flow_limit is not None or link.loss) for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
         """Time in ns to quantise a byte to INT8 and back."""
 
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
         """Return the route of ``operation`` among ``ranks``; the first rank is the root."""
         kind, rows = operation.kind, operation.payload == "rows"
-        key = (kind, rows, ranks, operation.communicator if self._by_communicator else 0)
+        key = (kind, rows, ranks, operation.communicator)
         sized = (*key, operation.nbytes, operation.wire_dtype)
         if sized not in self._known:
             if key not in self._ways:

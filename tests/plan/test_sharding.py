@@ -39,15 +39,6 @@ def test_blocks_are_the_modules_of_lists() -> None:
     assert blocks_of(["0.weight", "0.bias", "2.weight"]) == {"0": ["0.weight", "0.bias"], "2": ["2.weight"]}
 
 
-def test_blocks_may_be_named() -> None:
-    """The smallest that a parameter lies in has it; one that has none of its own is refused."""
-    assert blocks_of(GPT, ["h", "h.1.mlp"]) == {"": [GPT[0], *GPT[5:]], "h": GPT[1:4], "h.1.mlp": GPT[4:5]}
-    with pytest.raises(ConfigError, match=r"strategy\.sharding_configs\.blocks: has no parameters of its own \(got 'h\.2'\)"):
-        blocks_of(GPT, ["h.2"])
-    with pytest.raises(ConfigError, match="no parameters of its own"):
-        blocks_of(GPT, ["h", "h.0", "h.1"])
-
-
 def test_groups_are_neighbours_and_their_replicas() -> None:
     """Rank r is in group r // D, and those with one r % D are replicas; a whole world has neither."""
     found = groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=2), 8)
@@ -157,11 +148,6 @@ def test_micro_batches_of_one_update(stage: int, first: list[str], last: list[st
     assert [sum("replica" in own for own in step) for step in over_replicas] == [0, 3]
 
 
-def test_overflow_is_asked_of_all_trainers() -> None:
-    """Each has the gradients of its shard alone, so that one flag of 4 bytes is reduced."""
-    assert "all_reduce world 4" in operations({}, {"amp": True})[0]
-
-
 @pytest.mark.parametrize(
     ("configs", "message"),
     [
@@ -179,12 +165,3 @@ def test_what_has_no_meaning_here_is_named(configs: dict[str, Any], message: str
         DistributedStrategy.from_dict({"sharding": True, "sharding_configs": configs})
     assert message in str(caught.value)
     assert caught.value.hint
-
-
-def test_what_cannot_be_sharded_is_named() -> None:
-    """A block of several types, and a sparse gradient."""
-    with pytest.raises(ConfigError, match=r"block h\.0: has parameters of several types.*float16, float32"):
-        plan_of({}, dtypes={"h.0.mlp.weight": "float16"})
-    sparse = [Gradient(name="wte.weight", numel=10, sparse=True, ready=Nanoseconds(1))]
-    with pytest.raises(ConfigError, match=r"parameter wte\.weight: has a sparse gradient"):
-        build_plan(DistributedStrategy(sharding=True), sparse, Setting(trainers=2))

@@ -23,7 +23,6 @@ from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model
 from fleetbench.workloads.training import sampler_of
 from sim.learning.gradients import Problem
-from sim.learning.prepared import one_thread
 from sim.learning.trajectory import CLOCK, LEARNT, key_of, learnt_from
 from sim.learning.virtual_training import VirtualTraining
 
@@ -196,19 +195,6 @@ def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
             learnt_from(experiment)
 
 
-@pytest.mark.slow
-def test_what_all_trainers_at_once_take_is_in_proportion_to_their_number(tmp_path: Path) -> None:
-    """Parameters, gradients and activations are each trainer's own; the joint batch is not counted once for each of them."""
-
-    def taken(trainers: int) -> int:
-        workload = {"model_options": {"hidden": 8}, "data": "synthetic", "batch_size": 4, "steps": 2}
-        strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
-        experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": trainers}, "strategy": strategy})
-        return VirtualTraining(experiment, tmp_path / str(trainers), "graph").num_bytes
-
-    assert taken(64) - taken(32) == 2 * (taken(32) - taken(16))
-
-
 def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a training takes is compared with what is free: parameters, gradients and momentum of every trainer, in bytes."""
     workload = {"model_options": {"hidden": 100}, "data": "synthetic", "batch_size": 1, "steps": 2, "optimizer": "momentum"}
@@ -221,18 +207,6 @@ def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pyte
         VirtualTraining(experiment, tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * least))
     assert least < VirtualTraining(experiment, tmp_path).num_bytes < 1.2 * least
-
-
-def test_virtual_trainers_compute_with_all_digits_whatever_the_caller_has_set() -> None:
-    """On a GPU, products and convolutions of float32; the caller has its own settings again afterwards."""
-    torch.set_float32_matmul_precision("high")
-    try:
-        with one_thread():
-            inside = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_num_threads()
-        assert inside == ("highest", False, 1)
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_only_what_is_learnt_from_is_in_the_key() -> None:
