@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,7 @@ from sim.limits import refuse_large
 from sim.network.links import Links
 
 MOST_KEPT = 2**22
-"""Largest number of delays that are drawn at once and cached. Cached delays are reused for other
-strategies."""
+"""Largest number of delays that are drawn at once and kept. Kept delays are reused for other strategies."""
 _CLUSTER = """
 nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth cores_per_node gpu racks sites
 node_overrides stragglers churn
@@ -199,7 +197,7 @@ def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, s
             yield link is not None and bool(link.loss), f"{place}.{kind}.loss", why
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draws:
     """Delays of the trainers of one run. X is in units of 2^-24. No straggler delays the ranks ``spared``."""
 
@@ -207,6 +205,8 @@ class Draws:
     seed: int
     steps: range
     spared: tuple[int, ...] = ()
+    _kept: tuple[int, Integers] = field(init=False, default=(0, np.zeros((0, 0), dtype=np.int64)), repr=False, compare=False)
+    """Index of the first drawn step, and the rows of the drawn steps."""
 
     def of_ranks(self) -> Integers:
         """Return X of all steps, shape ``(trainers, num_steps)``.
@@ -218,17 +218,18 @@ class Draws:
     def rows(self, begin: int, end: int) -> Integers:
         """Return X of the steps with indices from ``begin`` to ``end``, which is excluded.
 
-        The shape is ``(end - begin, trainers)``, contiguous by step.
+        The shape is ``(end - begin, trainers)``, contiguous by step. Steps after them are drawn in advance. All steps
+        are drawn at once if they are few, for delays that depend on earlier steps, and for traces.
         """
-        is_small = len(self.steps) * self.cluster.trainers <= MOST_KEPT
-        if is_small or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
-            return self._rows[begin:end]
-        return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
-
-    @functools.cached_property
-    def _rows(self) -> Integers:
-        """X of all steps, for few draws, for delays that depend on earlier steps, and for traces."""
-        return np.ascontiguousarray(self.of_ranks().T)
+        first, rows = self._kept
+        if begin < first or end > first + len(rows):
+            ahead = max(end - begin, MOST_KEPT // self.cluster.trainers)
+            if ahead >= len(self.steps) or any(isinstance(straggler, Episode | Trace) for straggler in self.cluster.stragglers):
+                begin_drawn, ahead = 0, len(self.steps)
+            else:
+                begin_drawn = begin
+            self._kept = first, rows = begin_drawn, np.ascontiguousarray(self._drawn(self.steps[begin_drawn : begin_drawn + ahead]).T)
+        return rows[begin - first : end - first]
 
     def _drawn(self, steps: range) -> Integers:
         cluster = self.cluster

@@ -127,7 +127,6 @@ class Engine:
         self._under_way: Interpreter | None = None
         """Interpreter of a block whose ranks did not end together."""
         self._most_blocks = CELLS
-        self._window: tuple[int, Times] = (0, np.zeros((self._runs, 0, layout.num_ranks), dtype=np.int64))
 
     def run(self, observers: Sequence[Observer], done: Callable[[int], None], *, looks: bool = True, draws: bool = False) -> None:
         """Run all steps.
@@ -188,18 +187,14 @@ class Engine:
     def _x(self, steps: slice) -> Times:
         """Return X of these steps, shape ``(num_runs * num_steps, num_ranks)``.
 
-        Steps after them are drawn in advance, up to ``CELLS`` values in all.
+        Raises ``Unsupported`` if times may leave 64 bits.
         """
-        begin, drawn = self._window
-        if steps.start < begin or steps.stop > begin + drawn.shape[1]:
-            begin, ahead = steps.start, max(1, CELLS // (self._layout.num_ranks * self._runs))
-            end = min(max(begin + ahead, steps.stop), len(self.script.sequence))
-            drawn = np.stack([draws.rows(begin, end) for draws in self._draws])
-            self._window = (begin, drawn)
-            self._reached_ns += drawn.shape[1] * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
-            if self._reached_ns > LATEST_NS:
-                raise Unsupported(BEYOND)
-        return drawn[:, steps.start - begin : steps.stop - begin : steps.step].reshape(-1, self._layout.num_ranks)
+        drawn = np.concatenate([draws.rows(steps.start, steps.stop)[:: steps.step] for draws in self._draws])
+        num_steps = len(drawn) // self._runs
+        self._reached_ns += num_steps * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
+        if self._reached_ns > LATEST_NS:
+            raise Unsupported(BEYOND)
+        return drawn
 
 
 def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:

@@ -253,13 +253,10 @@ class Interpreter:
 
     def _gate(self, end: Times, met: Times) -> None:
         now = self._now()
-        takes = np.maximum(end - now, 0)
-        self.offset = self.offset + takes
-        if self.looks:
-            seen = self._seen
-            seen.gated, seen.stall, seen.wait = seen.gated + takes, seen.stall + takes, seen.wait + np.clip(met - now, 0, takes)
-            if self.draws:
-                self._span("compute", "wait", now, now + takes)
+        held = np.maximum(end, now)
+        self._seen.gated = self._seen.gated + (held - now)
+        self._stall(held, met)
+        self.offset = self.offset + (held - now)
 
     def _stall(self, end: Times, met: Times) -> None:
         if self.looks:

@@ -43,7 +43,6 @@ class Replicas:
         self._snapshot = {} if self.shares else {name: value.detach()[:1].clone() for name, value in self.parameters.items()}
         self._gradients: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
-        self._under_way: dict[tuple[str, int], tuple[Tensors, int]] = {}
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._velocity: dict[str, torch.Tensor] = {}
         self._mean_buffers: dict[str, torch.Tensor] = {}
@@ -147,19 +146,17 @@ class Replicas:
         if is_plain(chain, self._plan.buckets[bucket].dtype) or payload == "rows":
             self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
             return
+        if (operation.kind, operation.group) != (chain[0].kind, chain[0].group):
+            return  # the first of a chain has carried it to its end
         wire = getattr(torch, operation.wire_dtype or self._plan.buckets[bucket].dtype)
-        carried, done = self._under_way.pop((payload, bucket), (None, 0))
-        if carried is None:
-            rows = [value.expand(self.trainers, *value.shape[1:]) for value in self._cargo(payload, names)]
-            carried = [(value / self._plan.num_summed(chain)).to(wire) for value in rows]
+        rows = [value.expand(self.trainers, *value.shape[1:]) for value in self._cargo(payload, names)]
+        carried = [(value / self._plan.num_summed(chain)).to(wire) for value in rows]
         for value in carried:
-            _exchange(value, operation.kind, self._plan.parts[operation.group])
-        if done + 1 < len(chain):
-            self._under_way[payload, bucket] = carried, done + 1
-        else:
-            like = next(iter(self.parameters.values())).dtype
-            alike = payload != "gradient" or self._combination.worker_trainers == 1  # all trainers have the same values now
-            self._arrive(payload, bucket, [(value[:1] if alike else value).to(like) for value in carried])
+            for one in chain:
+                _exchange(value, one.kind, self._plan.parts[one.group])
+        like = next(iter(self.parameters.values())).dtype
+        alike = payload != "gradient" or self._combination.worker_trainers == 1  # all trainers have the same values now
+        self._arrive(payload, bucket, [(value[:1] if alike else value).to(like) for value in carried])
 
     def _cargo(self, payload: str, names: Sequence[str]) -> Tensors:
         if payload == "delta":

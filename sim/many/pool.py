@@ -134,7 +134,7 @@ def _by_forks(number: int, function: Callable[[Item], Result], parts: Sequence[S
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
     try:
-        with warnings.catch_warnings(), _later(signal.SIGINT, signal.SIGTERM):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the forks use no thread
             futures = [pool.submit(_called, function, part) for part in parts]
         for future in futures:
@@ -149,18 +149,9 @@ def _by_forks(number: int, function: Callable[[Item], Result], parts: Sequence[S
         pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _later(*signals: signal.Signals) -> Iterator[None]:
-    """Block ``signals`` here and in forks made here: a fork's hooks would lose an exception of their handlers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _begin(parent: int) -> None:
-    """Set up a worker: it ends with its parent, and stays quiet because the parent has shown all warnings."""
+    """Set up a worker: it ends with its parent, which also handles Ctrl-C, and stays quiet as to warnings."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     warnings.simplefilter("ignore")
 

@@ -69,26 +69,6 @@ def test_the_quadratic_synchronisation_rule(lr: float, alpha: float, expected: i
     assert rule.on_lr(rule.start(), lr).k == expected
 
 
-def wanted(rule: AdaptiveK, ends: tuple[int, ...] = ()) -> list[int]:
-    """Of updates -1 to 12, all of which synchronise, those that average the loss; epochs end with ``ends``."""
-    rounds, found = rule.start(), []
-    for update in range(-1, 13):
-        rounds = rule.on_lr(rounds, 0.1)
-        if rule.wants_loss(rounds, update, update in ends):
-            found.append(update)
-            rounds = rule.on_loss(rounds, 2.0, update)
-    return found
-
-
-def test_when_the_loss_is_averaged() -> None:
-    """Fleet's and the paper's at 1 and after begin_step; the document's at 1 and after epochs; qsr's never; none in the warm-up."""
-    for variant in ("fleet", "paper"):
-        assert wanted(adaptive(variant=variant, begin_step=6)) == [1, *range(7, 13)]
-        assert wanted(adaptive(variant=variant)) == list(range(1, 13))
-    assert wanted(adaptive(variant="document", begin_step=6), ends=(0, 4, 8, 12)) == [1, 4, 8, 12]
-    assert wanted(adaptive(variant="qsr"), ends=(4, 8, 12)) == []
-
-
 FAULTS = [
     ("document", 0.59, 0.1, r"below 0\.6"),
     *((variant, loss, 0.1, "loss is") for variant in ("fleet", "paper", "document") for loss in (math.nan, math.inf)),

@@ -12,7 +12,6 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket
-from fleetbench.plan.groups import hierarchy_of, part_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
 from fleetbench.quantities import Nanoseconds
@@ -31,20 +30,6 @@ def plan(gradients: list[Gradient], trainers: int = 8, trainers_per_node: int = 
     """One bucket a gradient."""
     strategy = DistributedStrategy(fuse_all_reduce_ops=False, **fields)
     return build_plan(strategy, gradients, Setting(trainers=trainers, trainers_per_node=trainers_per_node))
-
-
-@given(inner=st.integers(2, 6), nodes=st.integers(2, 6))
-def test_groups_are_partitions(inner: int, nodes: int) -> None:
-    """Every rank is in one part of ``inner`` and of ``outer``, and their parts meet in one rank; leaders are the first of each node."""
-    world = inner * nodes
-    groups = hierarchy_of(world, inner)
-    for name, size in (("inner", inner), ("outer", nodes)):
-        assert sorted(rank for part in groups[name] for rank in part) == list(range(world))
-        assert {len(part) for part in groups[name]} == {size}
-    for rank in range(world):
-        assert set(part_of(groups["inner"], rank)) & set(part_of(groups["outer"], rank)) == {rank}
-        assert (rank in part_of(groups["leaders"], rank)) == (rank % inner == 0)
-    assert groups["leaders"] == (tuple(part[0] for part in groups["inner"]),)
 
 
 @pytest.mark.parametrize(("trainers", "inner", "value"), [(8, 3, "3"), (8, 1, "1"), (4, 8, "8")])

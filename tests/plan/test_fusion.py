@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -211,12 +210,3 @@ def test_merged_gradient_by_hand(ready_ms: tuple[float, ...], expected: list[int
     """Gradients of 1 MB, at 1 ms and 1 ms a megabyte: how many each bucket holds."""
     buckets = fuse(spread(*ready_ms), MERGED, ONE_AND_ONE)
     assert [len(bucket.gradients) for bucket in buckets] == expected
-
-
-def test_a_sparse_buckets_size_is_what_a_step_touches() -> None:
-    """Where that is known; a dense one's is all of it."""
-    rows = Gradient(name="t.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(0))
-    assert [bucket.nbytes for bucket in fuse([rows], DistributedStrategy())] == [120]
-    wide = dataclasses.replace(rows, width=10)
-    assert [bucket.nbytes for bucket in fuse([wide], DistributedStrategy())] == [3 * (10 * 4 + 8)]
-    assert [bucket.nbytes for bucket in fuse(gradients_of(1), DistributedStrategy())] == [MIB]

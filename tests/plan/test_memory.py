@@ -52,19 +52,3 @@ def test_a_shard_group_divides_what_its_stage_says(configs: dict[str, Any], expe
     """Activations stay as they are."""
     found = kept(sharding=True, sharding_configs=configs)
     assert found == expected | {"activations": 500, "other": 200}
-
-
-def test_of_many_blocks_two_are_gathered_at_once() -> None:
-    """Ten blocks of 400 bytes: the last one, and two of nine; resharded to two ranks, a half of the other seven."""
-    ten = {f"h.{number}.weight": 100 for number in range(10)}
-
-    def gathered(configs: dict[str, Any]) -> int:
-        strategy = DistributedStrategy(sharding=True).replace(sharding_configs={"stage": 3} | configs)
-        gradients = [Gradient(name=name, numel=100, ready=Nanoseconds(9 - number)) for number, name in enumerate(ten)]
-        plan = build_plan(strategy, gradients[::-1], Setting(trainers=4, order=tuple(ten)))
-        return trainer_bytes(MEMORY, plan, Combination.of(strategy))["gathered"]
-
-    assert gathered({}) == 400 + 800
-    assert gathered({"reshard_after_forward": 2}) == 400 + 800 + 7 * 400 // 2
-    assert gathered({"reshard_after_forward": 4}) == gathered({})
-    assert gathered({"reshard_after_forward": False}) == 4000

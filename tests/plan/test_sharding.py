@@ -50,26 +50,6 @@ def test_groups_are_neighbours_and_their_replicas() -> None:
         groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=3), 8)
 
 
-def test_a_bucket_a_block_in_the_order_of_readiness() -> None:
-    """The rest holds the head, which is ready first, and the embedding, which is ready last: so it is the last bucket."""
-    plan = plan_of({"stage": 3})
-    assert [(block.name, block.bucket, block.regathers) for block in plan.blocks] == [("", 2, False), ("h.0", 1, True), ("h.1", 0, False)]
-    assert [bucket.numel for bucket in plan.buckets] == [20, 20, 30]
-    told = [f"{moment}".partition("(")[0] + str(getattr(moment, "block", getattr(moment, "bucket", ""))) for moment in plan.moments]
-    assert told == [
-        "BlockBegin0",
-        "BlockBegin1",
-        "BlockBegin2",
-        "BlockBegin2",
-        "BucketReady0",
-        "BlockBegin1",
-        "BucketReady1",
-        "BlockBegin0",
-        "BucketReady2",
-    ]
-    assert Plan.from_dict(plan.to_dict()) == plan
-
-
 def test_a_scripts_own_blocks_wait_for_their_gathers() -> None:
     """Torch frees the last block too, and gathers it again at once; with gloo, a gather begins as its block does, and compute waits."""
     gradients = [Gradient(name=name, numel=10, ready=Nanoseconds(100 * number)) for number, name in enumerate(reversed(GPT), start=1)]
@@ -118,16 +98,6 @@ def test_stage_3_of_a_shard_group() -> None:
             "update",
         ]
     ]
-
-
-def test_parameters_travel_in_16_bits_and_gradients_do_not() -> None:
-    """As many gathers, of half the bytes."""
-    amp = {"amp": True, "amp_configs": {"dtype": "bf16"}}
-    (own,), (short,) = (operations({"stage": 3, "param_dtype": kind}, amp) for kind in ("own", "bfloat16"))
-    halved = [f"{what} {int(size) // 2}" if "all_gather" in what else line for line in own for what, _, size in [line.rpartition(" ")]]
-    assert short == halved != own
-    with pytest.raises(ConfigError, match=r"sharding_configs.param_dtype: is also the type of compute"):
-        DistributedStrategy(sharding=True).replace(sharding_configs={"param_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(

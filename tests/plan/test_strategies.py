@@ -10,12 +10,11 @@ import pytest
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
-from fleetbench.plan.events import DataEnd, EpochEnd, Flush
+from fleetbench.plan.events import DataEnd, EpochEnd
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operations, wire_bytes
 from fleetbench.plan.replay import Decider
-from fleetbench.plan.state import closed_round
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
@@ -60,7 +59,6 @@ def adaptive(variant: str = "fleet", **configs: Any) -> dict[str, Any]:
 
 LEADER = {"use_hierarchical_allreduce": True}
 SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
-FP16 = {"amp": True, "amp_configs": {"incr_every_n_steps": 4, "decr_every_n_nan_or_inf": 1}}
 EVERYTHING = {"momentum": "average", "buffers": "average"}
 
 
@@ -94,18 +92,6 @@ def exchanged(strategy: CollectiveTraining, steps: range) -> list[int]:
 def test_the_published_steps_of_synchronisation(fields: dict[str, Any], published: list[int], first: int) -> None:
     """Whichever the schedule; a warm-up before step 1 averages after each of its steps, and changes no number."""
     assert synced(make(**fields), range(first, 15)) == [*range(first, 1), *published]
-
-
-def test_a_step_that_averages_on_request_starts_a_new_round() -> None:
-    """Reading the model at step 7 averages, and the next round counts its K steps from there."""
-    decider = Decider.start(make(**local(4)), 0)
-    drive(decider, range(1, 8))
-    before = decider.state
-    flushed = decider.on(0, Flush())
-    assert [operation.kind for operation in flushed] == ["all_reduce"] * 3 + ["merge"]
-    assert flushed[0].after == ()
-    assert closed_round(before, decider.state) == 2
-    assert [step for step, events in drive(decider, range(8, 16)) if len(events[-1]) > 1] == [11, 15]
 
 
 def test_gradient_merge_exchanges_on_every_kth_step_only() -> None:
@@ -167,14 +153,6 @@ def test_the_remainder_of_an_epoch(remainder: str, at_the_end: list[str], next_e
     assert decider.on(0, EpochEnd()) == () or remainder != "carry"
 
 
-def test_statistics_are_held_in_all_but_the_step_that_updates() -> None:
-    """``batch_norm_per = "update"``: two steps of three begin with a hold; by micro-batch none does."""
-    for per, held in (("update", [True, True, False] * 2), ("micro_batch", [False] * 6)):
-        decider = Decider.start(make(**merge(3, batch_norm_per=per)), 0)
-        begins = [events[0] for _, events in drive(decider, range(1, 7))]
-        assert [[operation.kind for operation in begin] == ["hold"] for begin in begins] == held
-
-
 def test_local_sgd_counts_updates() -> None:
     """Three steps an update and K = 2: updates 1, 3, 5, ... average, which end with steps 3, 9, 15, 21; no gradient travels."""
     strategy = make(**local(2), **merge(3))
@@ -213,22 +191,6 @@ def test_adaptive_steps_follow_a_given_loss() -> None:
     assert met == expected
 
 
-def test_the_loss_travels_behind_the_parameters_and_only_where_it_is_wanted() -> None:
-    """Every averaging ends with 24 bytes a trainer, which the merge waits for; no loss is in a warm-up's, nor in the quadratic rule's."""
-    decider = Decider.start(make(**adaptive()), 0, first_step=0)
-    warm, first = (flat(events) for _, events in drive(decider, range(2)))
-    assert "loss" not in {operation.payload for operation in warm}
-    for averaging, payload in ((warm, "agreement"), (first, "loss")):
-        last = [operation for operation in averaging if operation.kind in COLLECTIVES][-1]
-        assert (last.kind, last.payload, last.nbytes) == ("all_gather", payload, 24 * decider.strategy.plan.trainers)
-    assert first[-1].kind == "merge"
-    assert first[-1].after == (first[-2].id,)
-    quadratic = Decider.start(make(**adaptive("qsr")), 0)
-    payloads = {operation.payload for _, events in drive(quadratic, range(1, 20)) for operation in flat(events)}
-    assert "loss" not in payloads
-    assert "agreement" in payloads
-
-
 def by_hand_scale(overflows: list[bool]) -> tuple[list[float], list[str]]:
     """Fleet's scaling with its defaults but growth after 3, written out: the scale after each update, and what happens in it."""
     scale, good, bad = 32768.0, 0, 0
@@ -264,15 +226,6 @@ def test_an_overflow_skips_the_update_and_moves_the_scale(every: int, combined: 
     assert (scales, kinds) == by_hand_scale(overflows)
 
 
-def test_trainers_that_update_alone_agree_on_an_overflow() -> None:
-    """Averaged gradients overflow on all alike; local ones do not, so found_inf is reduced, and the update waits for it."""
-    for fields, asked in (({}, []), (local(4), [4])):
-        decider = Decider.start(make(**FP16, **fields), 0)
-        run_step(decider, 1)
-        events = run_step(decider, 4 - 2)
-        assert [operation.nbytes for operation in flat(events) if operation.payload == "found_inf"] == asked
-
-
 def test_what_an_averaging_carries_and_in_which_order() -> None:
     """Parameters, the two tensors of the optimizer's state at once, the buffers, each after the one before; then the merge."""
     decider = Decider.start(make(buckets=2, **local(4, **EVERYTHING)), 0)
@@ -286,21 +239,6 @@ def test_what_an_averaging_carries_and_in_which_order() -> None:
         (5, "all_reduce", "buffers", 80, (4,)),
         (6, "merge", None, 0, (5,)),
     ]
-
-
-def test_local_sgd_updates_first_and_averages_what_came_of_it() -> None:
-    """After the update the deltas travel; the merge waits for them; no gradient travels."""
-    decider = Decider.start(make(**local(4)), 0)
-    ((_, (*silent, end)),) = drive(decider, range(1, 2))
-    assert silent == [()] * 4
-    assert [(op.id, op.kind, op.after) for op in end] == [
-        (0, "update", ()),
-        (1, "all_reduce", (0,)),
-        (2, "all_reduce", (1,)),
-        (3, "all_reduce", (2,)),
-        (4, "merge", (3,)),
-    ]
-    assert {operation.payload for operation in end[1:-1]} == {"delta"}
 
 
 def test_training_that_ends_within_a_round_averages_first() -> None:

@@ -6,14 +6,12 @@ times the bytes in 2 (2 - 1) = 2 steps, so that T(S) = 2 latency + S there.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import pytest
 from sim_cases import assemble, carried_ns, in_ns, layered, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
-from fleetbench.profile import Communication
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import SlowRank
 from fleetbench.workload import LayerSpec
@@ -73,15 +71,6 @@ def test_an_unknown_link_is_named() -> None:
         simulate(layered(A_AND_B))
 
 
-def test_what_lies_between_nodes_is_never_taken_from_a_profile() -> None:
-    """A profile is measured on one machine: between nodes an undeclared link is an error that says what to add."""
-    experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=None)
-    measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
-    with pytest.raises(ConfigError, match=r"cluster\.inter") as caught:
-        simulate(with_profile(experiment, dataclasses.replace(profile, communication=measured)))
-    assert caught.value.hint is not None
-
-
 def test_read_update_and_merge_take_their_measured_time() -> None:
     """Read 7, compute 100 + 200, one collective of 20 + 400, update 11: 738 ns, of which 7 are other.
 
@@ -95,28 +84,6 @@ def test_read_update_and_merge_take_their_measured_time() -> None:
     assert in_ns(result, "update_s") == [11] * 4
     assert in_ns(result, "other_s") == [7] * 4
     assert in_ns(result, "start_s") == [0, 688] * 2
-
-
-def test_waiting_counts_from_the_end_of_compute_where_that_is_later_than_the_arrival() -> None:
-    """Read 7; rank 1 takes twice as long: ready at 7 + 500, its backward ends at 607, rank 0's at 307."""
-    slow = (SlowRank(ranks=(1,), factor=2.0),)
-    experiment, profile = profiled([([100], [150], 100, 200)], {"read": 7}, inter=link(8, 10), stragglers=slow)
-    result = simulate(with_profile(experiment, profile))
-    assert in_ns(result, "arrival_s") == [257, 507]
-    assert in_ns(result, "wait_s") == [507 - 307, 0]
-    assert in_ns(result, "exposed_comm_s") == [927 - 507, 927 - 607]
-
-
-def test_starting_a_collective_takes_host_time_from_compute() -> None:
-    """5 ns each: b is ready at 800 and joins at 805, a at 1005 + 5 = 1010, where the backward ends too; T = 20 + S / 100."""
-    layers = [([250], [600], 100, 200), ([500], [400], 300, 400)]
-    experiment, profile = profiled(layers, {"host_per_collective": 5}, inter=link(800, 10))
-    result = simulate(with_profile(experiment, profile))
-    assert in_ns(result, "arrival_s") == [1010, 1010]
-    assert in_ns(result, "backward_s") == [610, 610]
-    assert in_ns(result, "exposed_comm_s") == [30, 30]
-    starts = {span.name: span.start_ns for span in result.spans if span.stream == "communication"}
-    assert starts == {"all_reduce 0": 805, "all_reduce 1": 1010}
 
 
 def test_communicators_share_the_bandwidth() -> None:
@@ -162,17 +129,6 @@ def test_spans_say_what_a_trainer_did() -> None:
         ("compute", "wait", 1000, 2840),
     ]
     assert simulate(experiment, timeline=False).spans == ()
-
-
-def test_warm_up_steps_come_before_step_1() -> None:
-    """Warm-up steps are simulated and numbered up to 0, and progress counts them."""
-    seen: list[tuple[int, int]] = []
-    experiment = layered(A_AND_B, inter=link(8, 10), steps=2, warmup_steps=3)
-    result = simulate(experiment, progress=lambda done, total: seen.append((done, total)))
-    assert list(result.steps["step"]) == [-2, -1, 0, 1, 2] * 2
-    assert seen == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
-    assert result.summary.steps == 2
-    assert result.summary.wall_s == pytest.approx(2 * 3840e-9)
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])

@@ -82,13 +82,6 @@ def test_elastic_training_by_hand() -> None:
     assert sum(spent.values()) == 101
 
 
-def test_an_elastic_round_loses_the_steps_of_the_lost_node_alone() -> None:
-    """Half of the third round; synchronous training loses all 2.5 s of three nodes, and is in its first round at the end."""
-    experiment = _experiment({"trace": _trace((0, 3), (2.5, 2), (6, 2))})
-    assert _ran(experiment, "elastic", 100) == (3 + 3 + 2 + 3 * 2, {"useful": 14.0, "lost_steps": 0.5})
-    assert _ran(experiment, "synchronous", 100) == (0, {"useful": 1.0, "lost_steps": 7.5, "restarts": 6.0})
-
-
 def test_a_trace_by_zone() -> None:
     """At second 5 zone a goes and b grows: its own two nodes survive. At 8 b goes, too, and at 9 new nodes come: nothing survives."""
     counts = [(0, "a", 2), (0, "b", 2), (5, "a", 0), (5, "b", 3), (8, "b", 0), (9, "a", 1), (12, "a", 1)]
@@ -144,13 +137,6 @@ def test_synchronous_training_has_dalys_expectation(failing: tuple[RoundTimes, l
     assert error < 0.01 * found.samples_per_s
     assert abs(found.samples_per_s - 4 * 32 * _daly_share(interval_s)) < 3 * error
     assert found.share == pytest.approx(_daly_share(interval_s), rel=0.01)
-
-
-def test_the_best_interval_is_dalys(failing: tuple[RoundTimes, list[Availability]]) -> None:
-    """Of seven intervals, each 1.5 times the one before, around it."""
-    best = daly(60 * S, HOUR_NS)
-    rates = [goodput(*failing, Policy(kind="synchronous", interval_ns=round(best * 1.5**power))).samples_per_s for power in range(-3, 4)]
-    assert rates.index(max(rates)) in (2, 3, 4)
 
 
 def test_intervals_are_the_papers() -> None:
@@ -232,12 +218,3 @@ def test_what_has_no_rounds_of_one_length_is_refused() -> None:
     served = _experiment({"mean_up": "1 h"}, strategy={"mode": "ps"}, cluster={"servers": 1})
     with pytest.raises(ConfigError, match=r"cluster\.churn"):
         simulate(served)
-
-
-def test_a_model_that_is_sharded_over_nodes_does_not_survive_a_loss() -> None:
-    """Then only synchronous training is possible; shards within a node leave every node the whole state."""
-    pairs = {"trainers_per_node": 2, "intra": {"bandwidth": "100 Gbit/s"}}
-    for degree, kinds in ((0, ["synchronous"]), (2, ["synchronous", "elastic"])):
-        strategy = {"sharding": True, "sharding_configs": {"stage": 1, "sharding_degree": degree}}
-        experiment = _experiment({"trace": _trace((0, 2), (60, 2))}, nodes=2, cluster=pairs, strategy=strategy)
-        assert [one.policy for one in goodputs(experiment)] == kinds

@@ -40,23 +40,6 @@ def test_a_bucket_is_packed_before_it_sets_out() -> None:
     }
 
 
-def test_what_several_steps_share_is_added_instead() -> None:
-    """Merging 2 steps: both add their gradients up in 90 ns; the second takes them from there in 90, and packs nothing."""
-    result = run({"pack": 90}, steps=2, inter=link(8, 10), strategy={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}})
-    backward = in_ns(result, "backward_s")
-    assert backward[:2] == [690, 780]
-
-
-def test_local_steps_pack_nothing() -> None:
-    """Deltas are packed with the merge, which the table counts by itself; a local update has a time of its own."""
-    strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    result = run({"pack": 90, "update": 50, "local_update": 70, "merge": 30}, steps=4, inter=link(8, 10), strategy=strategy)
-    assert in_ns(result, "backward_s") == [600] * 8
-    assert set(in_ns(result, "update_s")) == {70, 100}
-    without = run({"pack": 90, "update": 50, "merge": 30}, steps=4, inter=link(8, 10), strategy=strategy)
-    assert set(in_ns(without, "update_s")) == {50, 80}
-
-
 def test_a_transfer_slows_while_its_rank_computes() -> None:
     """Half as fast: of b's 20 + 2000 ns 100 are done when compute ends, at 1000, and the rest by 2920; a follows."""
     result = run({"collective_contention": 1.0}, inter=link(8, 10))
@@ -91,11 +74,3 @@ def test_two_in_flight_see_what_was_measured(in_flight: tuple[Link, ...], took: 
     """Two buckets of 1000 bytes, ready together, on communicators of their own or on one: two messages each."""
     result = run({}, TOGETHER, in_flight, inter=link(8, 10), strategy=strategy)
     assert sorted(carried_ns(result).values()) == [(800, 800 + each) for each in took]
-
-
-def test_three_share_what_two_had() -> None:
-    """Only two were measured, at 6 of 8 Gbit/s each: messages of three of 1000 bytes take 333 ns of the link, and 15 ns of latency."""
-    layers = [([250], [400], 300, 400), ([250, 250], [400, 400], 100, 200)]
-    strategy = {"nccl_comm_num": 3, "sync_nccl_allreduce": False}
-    result = run({}, layers, (link(6, 10),), inter=link(8, 10), strategy=strategy)
-    assert [end - start for start, end in sorted(carried_ns(result).values())] == [333 * turn + 15 for turn in (4, 5, 6)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -13,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import in_ns, layered, link, profiled, with_profile
 
-from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import Jitter, SlowRank
-from fleetbench.workload import HostWork
 from sim.run import simulate
 
 
@@ -100,24 +96,6 @@ def test_several_communicators_within_a_hierarchy(data: st.DataObject) -> None:
     assert agree(Case(experiment=experiment)) == "vector"
 
 
-@pytest.mark.parametrize("host_ns", [0, 3000])
-def test_parts_of_a_reduce_scatter_share_the_links_between_nodes(host_ns: int) -> None:
-    """By arrays where they start at once, and where a rank that joins late makes one part start after the other."""
-    groups = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
-    experiment, profile = profiled(
-        [([500], [100], 100, 200), ([700], [50], 100, 50)],
-        {"host_per_collective": host_ns, "update": 30},
-        nodes=3,
-        trainers_per_node=2,
-        intra=link(16, 20),
-        inter=link(8, 70),
-        steps=5,
-        strategy=groups,
-        stragglers=(Jitter(mean=0.5),),
-    )
-    assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
-
-
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("table", [{"contention": 0.3}, {"collective_contention": 0.7}, {"contention": 0.3, "collective_contention": 0.7}])
 @pytest.mark.parametrize("strategy", [{}, {"use_hierarchical_allreduce": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
@@ -174,48 +152,3 @@ def test_steps_of_years_are_refused_by_both() -> None:
     slow = Jitter(distribution="constant", mean=2.0)
     experiment = layered([(250, 30 * year_ns, 30 * year_ns)], inter=link(8), steps=2, stragglers=(slow,))
     assert agree(Case(experiment=experiment)) == "refused"
-
-
-def test_long_steps_do_not_overflow_on_the_way() -> None:
-    """Minutes of compute with X near a hundred: (1 + X) base 2^24 leaves 64 bits, and the result does not."""
-    experiment = layered([(250, 2 * 10**10, 8 * 10**10)], inter=link(8), steps=3, stragglers=(Jitter(mean=90.0),))
-    vector = simulate(experiment, engine="vector", timeline=False).steps
-    assert vector.equals(simulate(experiment, engine="reference", timeline=False).steps)
-
-
-def test_more_than_a_million_times_the_compute_is_refused() -> None:
-    """A straggler of a million on a node that is a thousand times as slow: by name, whoever simulates."""
-    slow = {"stragglers": (SlowRank(ranks=(0,), factor=10**6),), "node_overrides": (NodeOverride(nodes=(0,), slowdown=1e3),)}
-    for engine in ("reference", "vector"):
-        with pytest.raises(ConfigError, match=r"cluster.node_overrides: .* \(got 1e\+09 times\)"):
-            simulate(layered([(250, 10, 20)], inter=link(8), **slow), engine=engine)
-
-
-def test_figures_come_from_whole_nanoseconds_and_bytes() -> None:
-    """A step of 1,030 ns counts after a week in which two loaders make its batch; no float holds the sum of five times 2^54 + 4 bytes."""
-    week = HostWork(load=Nanoseconds(7 * 86_400 * 10**9), loaders=2)
-    late = layered([(250, 10, 20)], inter=link(8), warmup_steps=1, also={"host": week})
-    large = layered([(2**52 + 1, 10, 20)], inter=link(8), steps=5)
-    for engine in ("reference", "vector"):
-        for table in (True, False):
-            assert simulate(late, engine=engine, table=table).summary.wall_s == 1_030 / 1e9
-            assert simulate(large, engine=engine, table=table).summary.bytes_sent_per_trainer == 5 * (2**54 + 4)
-
-
-def test_a_table_is_kept_when_asked_or_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the limit the summary says that it was left out; asked for, it is there, whoever simulates."""
-    monkeypatch.setattr("sim.run.MOST_ROWS", 5)
-    experiment = layered([(250, 10, 20)], inter=link(8), steps=3)
-    for engine in ("reference", "vector"):
-        left_out = simulate(experiment, engine=engine)
-        assert left_out.steps.empty
-        assert list(left_out.steps.columns) == list(simulate(experiment, engine=engine, table=True).steps.columns)
-        assert [entry["what"] for entry in left_out.summary.skipped] == ["steps.parquet"]
-        asked = simulate(experiment, engine=engine, table=True)
-        assert len(asked.steps) == 6
-        assert asked.summary.skipped == ()
-        changes = {"skipped": (), "run_id": ""}
-        close = {"step_s": {}, "wall_s": 0.0, "samples_per_s": 0.0, "wait_s": 0.0, "exposed_comm_s": 0.0, "other_s": 0.0, "compute_s": 0.0}
-        assert dataclasses.replace(left_out.summary, **changes, **close) == dataclasses.replace(asked.summary, **changes, **close)
-        assert left_out.summary.wall_s == pytest.approx(asked.summary.wall_s, rel=1e-12)
-        assert left_out.summary.step_s == pytest.approx(asked.summary.step_s, rel=1e-12)

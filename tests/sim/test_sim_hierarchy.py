@@ -20,7 +20,6 @@ from sim.run import simulate
 NODES: dict[str, Any] = {"nodes": 2, "trainers_per_node": 3, "intra": link(8, 10), "inter": link(0.8, 100)}
 LEADER = {"use_hierarchical_allreduce": True}
 SCATTER = LEADER | {"hierarchical_variant": "reduce_scatter"}
-FREE = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
 
 
 def test_leaders_by_hand() -> None:
@@ -67,20 +66,6 @@ def test_both_variants_are_their_closed_forms(inner: int, nodes: int, elements: 
         assert in_ns(result, "exposed_comm_s") == [inside_ns + between + latencies[variant]] * (inner * nodes)
 
 
-def test_communicators_share_links_inside_and_between() -> None:
-    """Two buckets ready together on two communicators: reduces share the node in 8 turns of 150 ns each, one after the other.
-
-    The second one's last turn ends 150 ns after the first one's. Then four messages of 6000 ns follow each other between leaders,
-    from 2570 on, and the last broadcast has the node to itself.
-    """
-    result = simulate(layered([(300, 100, 0), (300, 0, 200)], strategy=LEADER | FREE, **NODES))
-    assert carried_ns(result)["reduce 0"] == (300, 300 + 15 * 150 + 20)
-    assert carried_ns(result)["reduce 1"] == (300, 300 + 16 * 150 + 20)
-    assert carried_ns(result)["all_reduce 0"] == (2_570, 2_570 + 3 * 6_000 + 100)
-    assert carried_ns(result)["all_reduce 1"] == (2_720, 2_570 + 4 * 6_000 + 100)
-    assert in_ns(result, "exposed_comm_s") == [2_570 + 24_100 + 1_220 - 300] * 6
-
-
 @pytest.mark.parametrize("trainers", [2, 3, 4])
 def test_sparse_rows_are_gathered(trainers: int) -> None:
     """A sparse gradient of 100 bytes goes to the P - 1 others: (P - 1) x (10 + 100), after a dense one's ring."""
@@ -92,15 +77,3 @@ def test_sparse_rows_are_gathered(trainers: int) -> None:
     took = (trainers - 1) * 110
     assert carried_ns(result)["all_gather 0"] == (250, 250 + took)
     assert result.summary.bytes_sent_per_trainer == (trainers - 1) * 100 + 2 * (trainers - 1) * 1_200 // trainers
-
-
-def test_unused_parameters_cost_a_small_all_reduce() -> None:
-    """Two gradients, so two flags after the buckets: T = 20 + 2, and 2 bytes more on the wire."""
-    layers = [(250, 100, 200), (500, 300, 400)]
-    plain = simulate(layered(layers, inter=link(8, 10)))
-    asked = simulate(layered(layers, inter=link(8, 10), strategy={"find_unused_parameters": True}))
-    assert in_ns(asked, "exposed_comm_s") == [ns + 22 for ns in in_ns(plain, "exposed_comm_s") if ns is not None]
-    assert asked.summary.bytes_sent_per_trainer == plain.summary.bytes_sent_per_trainer + 2
-    static = simulate(layered(layers, inter=link(8, 10), strategy={"static_graph": True}))
-    assert in_ns(static, "exposed_comm_s") == in_ns(plain, "exposed_comm_s")  # the first backward of a training is no step's
-    assert carried_ns(asked)["all_reduce unused"] == (3_840, 3_862)

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 from sim_cases import assemble, in_ns, layered, link, profiled, with_profile
 
-from fleetbench.errors import ConfigError
 from fleetbench.measurements import Threads
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult
@@ -70,29 +69,6 @@ def test_results_are_read_back_every_so_many_steps(engine: Engine, every: int, e
     assert result.summary.skipped == ()
 
 
-@pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_results_are_read_back_where_compute_and_collectives_overlap(engine: Engine) -> None:
-    """Two buckets, of which the first is reduced beside the second's backward, half as fast: 7 steps, two of them 50 ns longer."""
-    options: dict[str, Any] = {"inter": link(8), "steps": 7, "strategy": {"fetch_every_n_steps": 3}}
-    layers: Any = [([100], [50], 100, 50), ([100], [100], 0, 50)]
-    with_fetch, slow = ({"collective_contention": 1.0} | more for more in ({"fetch": Nanoseconds(50)}, {}))
-    experiment, profile = profiled(layers, with_fetch, **options)
-    plain, without = profiled(layers, slow, **options)
-    found = simulate(with_profile(experiment, profile), engine=engine)
-    assert found.summary.engine is not None
-    assert engine in found.summary.engine
-    starts, expected = (in_ns(result, "start_s")[:7] for result in (found, simulate(with_profile(plain, without), engine=engine)))
-    late = [0, 0, 0, 0, 50, 50, 50]
-    assert starts == [start + more for start, more in zip(expected, late, strict=True)]  # type: ignore[operator]  # no start is null
-    assert in_ns(found, "other_s")[:7] == [0, 0, 0, 50, 0, 0, 50]
-
-
-def test_fetching_where_nobody_says_what_it_takes_is_skipped_by_name() -> None:
-    """Declared layers without ``host.fetch`` do not know it."""
-    result = run({"read": 1}, steps=2, strategy={"fetch_every_n_steps": 3})
-    assert [entry["what"] for entry in result.summary.skipped] == ["strategy.fetch_every_n_steps"]
-
-
 @pytest.mark.parametrize(("cores", "forward_ns"), [(8, 100), (4, 160), (2, 320)])
 def test_threads_without_a_core_slow_compute(cores: int, forward_ns: int) -> None:
     """Two trainers of four threads; the profile's two threads took 1.6 times as long, so two cores each do, and one each 3.2."""
@@ -106,10 +82,3 @@ def test_threads_without_a_core_slow_compute(cores: int, forward_ns: int) -> Non
     result = simulate(with_profile(experiment, dataclasses.replace(profile, threads=lines, cores=8)))
     assert in_ns(result, "forward_s") == [forward_ns] * 2
     assert in_ns(result, "backward_s") == [2 * forward_ns] * 2
-
-
-@pytest.mark.parametrize("host", [{"read": -1}, {"load": -1}, {"fetch": -1}, {"loaders": -1}, {"prefetch": 0}])
-def test_impossible_host_work_is_refused(host: dict[str, Any]) -> None:
-    """With what would be possible."""
-    with pytest.raises(ConfigError, match="HINT"):
-        HostWork(**host)

@@ -168,17 +168,6 @@ def test_trainers_together_are_one_process(trainers: int, strategy: dict[str, ob
         torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone"), rtol=1e-9, atol=1e-10)
 
 
-def test_a_trainer_alone_steps_outside_too(tmp_path: Path) -> None:
-    """Rounds of four updates of one trainer end with torch's own SGD on the difference."""
-    workload = {"model_options": {"hidden": 12}, "batch_size": 5, "steps": 32, "optimizer": "momentum", "dtype": "float64"}
-    configs = {"k_steps": 4, "schedule": "torch", "begin_step": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
-    strategy = {"localsgd": True, "localsgd_configs": configs}
-    experiment = Experiment.from_dict({"workload": workload, "strategy": strategy, "run": {"warmup_steps": 0}})
-    training = VirtualTraining(experiment, tmp_path)
-    training.run()
-    torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone", every=4), rtol=1e-9, atol=1e-10)
-
-
 def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
     """A field that is added to the strategy is refused by name until it is said what virtual trainers make of it."""
     assert not LEARNT & CLOCK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tomllib
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import Bytes, Nanoseconds
 from sim.network.links import Links
 from sim.network.measured import MeasuredNccl
-from sim.network.nccl import GENERATIONS, Nccl
 from sim.run import simulate
 
 SIZES = tuple(2**power for power in range(3, 33))
@@ -82,15 +80,6 @@ def test_what_was_measured_is_taken() -> None:
     way = MeasuredNccl("all_reduce", range(16), links(declared(4, ring_ns)))
     assert [way.route(nbytes).cost.total_ns for nbytes in SIZES] == [ring_ns(4, nbytes) for nbytes in SIZES]
     assert way.route(3 * 2**24).cost.total_ns == (ring_ns(4, 2**25) + ring_ns(4, 2**26)) / 2
-
-
-def test_sizes_beyond_the_largest_add_what_the_model_adds() -> None:
-    """A tree of 16 nodes, of which 2 and 4 were measured until 1 MiB: from there on as much more as without measurements."""
-    small = (dataclasses.replace(one, points=one.points[:18]) for one in (declared(2, tree_ns), declared(4, tree_ns)))
-    own = links(*small, NCCL_ALGO="Tree")
-    way, model = MeasuredNccl("all_reduce", range(64), own), Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(64), own)
-    more_ns = model.cost(2**24).total_ns - model.cost(2**20).total_ns
-    assert way.route(2**24).cost.total_ns == tree_ns(16, 2**20) + more_ns
 
 
 def experiment(folder: Path, measured: object, trainers: int = 8, collective: str = "nccl-hopper") -> Experiment:

@@ -74,24 +74,6 @@ def test_a_bucket_updates_beside_the_backward() -> None:
     assert updates == [(840, 20), (1_030, 10), (1_880, 20), (2_070, 10)]
 
 
-def test_updates_between_collectives_are_update_and_not_stall() -> None:
-    """Bucket b travels until 2820 and updates until 2840, while a travels until 3840 and updates until 3850."""
-    result = by_bucket(8)
-    assert in_ns(result, "exposed_comm_s") == [1_820 + 1_000] * 2
-    assert in_ns(result, "update_s") == [30] * 2
-    waits = [(span.start_ns, span.duration_ns) for span in result.spans if span.rank == 0 and span.name == "wait"]
-    assert waits == [(1_000, 1_820), (2_840, 1_000)]
-
-
-def test_updates_take_turns() -> None:
-    """Long updates, 2000 and 1000 ns: b's from 840 hides 160 ns, a's has to wait for it until 2840 and ends at 3840."""
-    experiment, profile = profiled(A_AND_B, {"update": 3_000}, inter=link(800, 10), strategy=BY_BUCKET, steps=2)
-    result = simulate(with_profile(experiment, profile))
-    assert in_ns(result, "update_s") == [2_840] * 4
-    assert in_ns(result, "exposed_comm_s") == [0] * 4
-    assert in_ns(result, "start_s") == [0, 3_840] * 2
-
-
 def test_what_else_is_averaged_takes_its_time() -> None:
     """K = 2 under Adam: 420 for the parameters, 20 + 800 for two tensors of state, 20 + 60 for 60 bytes of buffers; then merge 5."""
     averaged = {"localsgd": True, "localsgd_configs": {"k_steps": 2, "buffers": "average", "optimizer_state": "average"}}

@@ -8,14 +8,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import carried_ns, in_ns, layered, link
+from sim_cases import link
 
-from fleetbench.cluster import Link, Racks
+from fleetbench.cluster import Link
 from fleetbench.plan.operations import Collective
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from sim.network.links import Links
 from sim.network.nccl import GENERATIONS, Choice, Nccl
-from sim.run import simulate
 
 GB = 8
 """Gbit/s."""
@@ -33,31 +32,6 @@ def test_a_large_all_reduce_of_a_node_by_hand() -> None:
     assert (choice.method, choice.protocol) == ("ring", "Simple")
     assert choice.latency_ns == 8_400 + 14 * 3_400
     assert choice.total_ns(2**30) == 56_000 + Fraction(2 * 7 * 2**30, 8 * 300)
-
-
-def test_many_nodes_take_a_tree_for_what_is_small_and_a_ring_for_what_is_large() -> None:
-    """64 nodes of 8: a ring of 1022 steps is for large buffers only; the LL tree takes 6.8 + 2 (7 x 0.6 + 6 x 5) us.
-
-    NCCL counts on 0.57 of the interfaces' 200 GB/s.
-    """
-    found = ampere("all_reduce", 512)
-    small = found.choice(4_096)
-    assert (small.method, small.protocol) == ("tree", "LL")
-    assert small.latency_ns == 6_800 + 2 * (7 * 600 + 6 * 5_000)
-    large = found.choice(16 * 2**30)
-    assert (large.method, large.protocol) == ("ring", "Simple")
-    assert large.latency_ns == round((8_400 + (1_022 - 126) * 3_400 + 126 * 14_000) * 1.4)
-    assert large.gbps == 200 * Fraction("0.57") * Fraction(512, 1_022)
-
-
-def test_other_collectives_are_rings() -> None:
-    """Reduce-scatter of S: (P - 1) / P of it; rows of S from each: (P - 1) S; a broadcast S, with one hop of latency."""
-    scatter, rows, broadcast = ampere("reduce_scatter", 8), ampere("all_gather", 8, rows=True), ampere("broadcast", 8)
-    size = 2**30
-    assert scatter.route(size).cost.transfer_ns == Fraction(7 * size, 8 * 300)
-    assert rows.route(size).cost.transfer_ns == Fraction(7 * size, 300)
-    assert (broadcast.route(size).cost.latency_ns, broadcast.route(size).cost.transfer_ns) == (8_400 + 3_400, Fraction(size, 300))
-    assert scatter.route(size).cost.latency_ns == 8_400 + 7 * 3_400
 
 
 def gpus(
@@ -167,34 +141,3 @@ def test_what_is_taken_is_the_shortest(generation: str, ranks: int, nbytes: int)
     assert found.choice(nbytes).total_ns(nbytes) == min(choice.total_ns(nbytes) for choice in found.choices(nbytes))
     assert route.cost == found.cost(nbytes)
     assert all(0 < load <= 1 for load in route.loads)
-
-
-def test_rings_take_all_interfaces_and_pass_uplinks_once() -> None:
-    """Four nodes of 8 A100 in 2 racks oversubscribed 4 times: 8 x 25 GB/s a node, 2 x 200 / 4 = 100 an uplink, which 100 of it fill."""
-    links = Links(
-        trainers_per_node=8,
-        intra=link(300 * GB),
-        inter=link(25 * GB),
-        nics_per_node=8,
-        nodes=4,
-        racks=Racks(nodes=2, oversubscription=4.0),
-    )
-    route = ampere("all_reduce", 32, links).route(2**32)
-    loads = dict(zip(route.ports, route.loads, strict=True))
-    assert loads["rack", 0, "out"] == loads["rack", 1, "in"] == 1
-    assert {load for port, load in loads.items() if port[0] == "inter"} == {Fraction(1, 2)}
-    assert len([port for port in loads if port[0] == "inter"]) == 2 * 4 * 8
-    assert {load for port, load in loads.items() if port[0] == "intra"} == {Fraction(1, 3)}
-
-
-def test_a_run_takes_nccls_time() -> None:
-    """Two V100 of one node exchange 1 MB: the simulator takes the model's choice, and two communicators at once share the link."""
-    layers = [(250_000, 100, 200)]
-    cluster = {"nodes": 1, "trainers_per_node": 2, "intra": link(25 * GB), "collective": "nccl-volta"}
-    links = Links(trainers_per_node=2, intra=link(25 * GB), inter=None)
-    cost = Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(2), links).route(1_000_000).cost
-    alone = cost.latency_ns + round(cost.transfer_ns)
-    assert in_ns(simulate(layered(layers, **cluster)), "exposed_comm_s") == [alone] * 2
-    free = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-    both = carried_ns(simulate(layered([(250_000, 0, 0), *layers], strategy=free, **cluster)))
-    assert max(end - start for start, end in both.values()) > alone * 1.5

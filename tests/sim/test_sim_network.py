@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,26 +95,6 @@ def test_three_transfers_by_hand() -> None:
     which ends at 30 1/3, so 30.
     """
     assert ends([(0, Fraction(10)), (1, Fraction(10)), (2, Fraction(10))]) == [28, 30, 30]
-
-
-@given(st.lists(st.tuples(st.integers(0, 1000), st.fractions(0, 1000)), min_size=1, max_size=6))
-def test_no_bandwidth_is_lost_or_made(transfers: list[tuple[int, Fraction]]) -> None:
-    """The link works whenever there is work: its last end is that of one server, up to a nanosecond a rounding."""
-    free = Fraction(0)
-    for start_ns, alone_ns in sorted(transfers):
-        free = max(free, Fraction(start_ns)) + alone_ns
-    assert abs(max(ends(transfers)) - free) <= len(transfers)
-    for (start_ns, alone_ns), end in zip(transfers, ends(transfers), strict=True):
-        assert end >= start_ns + alone_ns - len(transfers)
-
-
-def test_the_clock_stays_in_the_integers() -> None:
-    """A duration that nobody rounded is a bug of ours, and is found."""
-    clock = Clock()
-    clock.timeout(0.5)
-    clock.run()
-    with pytest.raises(AssertionError, match="not rounded"):
-        _ = clock.now
 
 
 def test_a_limited_connection_is_as_slow_as_its_limit() -> None:

@@ -12,10 +12,6 @@ from typing import Any, Literal
 import pytest
 from sim_cases import carried_ns, layered, link
 
-from fleetbench.plan.operations import Operation
-from sim.clock import Clock
-from sim.network.links import Links
-from sim.reference.network import Collectives, Meeting, Network
 from sim.run import simulate
 
 FREE = {"sync_nccl_allreduce": False}
@@ -51,20 +47,3 @@ def test_what_is_no_plain_all_reduce_stays_alone(fields: dict[str, Any]) -> None
     options: dict[str, Any] = {"inter": link(8, 10), "intra": link(8, 10), "trainers_per_node": 2}
     times = queue([2_000, 1_000, 400], [200, 200, 100], FREE | fields, **options)
     assert all(begin >= end for (_, end), (begin, _) in itertools.pairwise(times))
-
-
-def test_what_waits_holds_up_those_behind_it() -> None:
-    """First in, first out: the second comes after something else that ends at 700, and the third, which would have room, not before it."""
-    clock = Clock()
-    found: list[tuple[int, int, int]] = []
-    network = Network(clock, Links(trainers_per_node=1, intra=None, inter=link(8)))
-    collectives = Collectives(clock, network, 2, lambda done, _, start_ns, end_ns: found.append((done.id, start_ns, end_ns)))
-    ended = clock.event()
-    other = Meeting(Operation(id=9, kind="all_reduce", payload="gradient", nbytes=100), 0, ended, ended)
-    clock.timeout(700).callbacks.append(lambda _: ended.succeed())
-    for number, after in enumerate(([], [other], [])):
-        operation = Operation(id=number, kind="all_reduce", payload="gradient", nbytes=100)
-        for _rank in range(2):
-            collectives.join(operation, (0, 1), after)
-    clock.run()
-    assert sorted(found) == [(0, 0, 100), (1, 700, 850), (2, 700, 900)]

@@ -7,18 +7,15 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from sim_cases import carried_ns, link
+from sim_cases import link
 
 from fleetbench.cluster import CollectiveAlgorithm
-from fleetbench.errors import ConfigError
-from fleetbench.experiment import Experiment
 from fleetbench.measurements import CollectivePoint
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Bytes, Nanoseconds
 from sim.network.links import Hop, Links
 from sim.network.measured import Measured, Times
 from sim.network.routes import Routes
-from sim.run import simulate
 
 EVERY: tuple[CollectiveAlgorithm, ...] = (
     "ring",
@@ -96,29 +93,3 @@ def test_a_measured_all_reduce_by_hand() -> None:
     assert times((*POINTS, *_points((9_999, 11_950)))).ns(20_000) == 19_900
     cost = Measured("all_reduce", POINTS, (0, 1), Links(trainers_per_node=1, intra=None, inter=link(8, 10))).route(6_000).cost
     assert (cost.latency_ns, cost.transfer_ns) == (20, 8_680)
-
-
-def test_points_of_a_cluster_go_before_those_of_its_profile() -> None:
-    """The same 5250 ns without a profile of collectives; among other trainers than were measured it is refused."""
-    text = [{"nbytes": f"{point.nbytes} B", "took": f"{point.took} ns"} for point in POINTS]
-
-    def experiment(nodes: int, trainers: int, collective: str = "measured") -> Experiment:
-        layers = [{"name": "block", "params": 375, "forward": "100 ns", "backward": "200 ns"}]
-        cluster = {"nodes": nodes, "collective": collective, "inter": {"bandwidth": "8 Gbit/s", "latency": "10 ns"}}
-        cluster["measured"] = {"trainers": trainers, "points": text}
-        return Experiment.from_dict(
-            {
-                "schema": 1,
-                "name": "points",
-                "workload": {"model": "layers", "layers": layers, "steps": 1},
-                "cluster": cluster,
-                "run": {"warmup_steps": 0},
-            }
-        )
-
-    start, end = carried_ns(simulate(experiment(2, 2)))["all_reduce 0"]
-    assert end - start == 5_250
-    with pytest.raises(ConfigError, match=r"(?s)among 3 trainers.*3 sizes among 2.*HINT"):
-        simulate(experiment(3, 2))
-    with pytest.raises(ConfigError, match=r"(?s)is for measured and nccl- collectives.*HINT"):
-        experiment(2, 2, "ring")

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 from engine_cases import agree, sharded_case_of
-from sim_cases import assemble, carried_ns, in_ns, layered, link
+from sim_cases import carried_ns, in_ns, layered, link
 
-from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
 from fleetbench.workload import HostWork
-from sim.learning.trajectory import learnt_from
 from sim.run import Engine, simulate
 
 THREE = [(250, 100, 200), (500, 300, 400), (250, 200, 300)]
@@ -122,17 +120,6 @@ def test_a_late_rank_is_waited_for_at_the_gate(engine: Engine) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("stage", "gathered", "scattered"), [(1, 1, 1), (2, 1, 3), (3, 3, 3)])
-def test_gradient_merge_gathers_and_scatters_as_its_stage_says(stage: int, gathered: int, scattered: int, engine: Engine) -> None:
-    """Three micro-batches of one update: stage 1 scatters once, 2 each time; both gather once, and stage 3 each time, and again."""
-    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}}
-    found = run({"stage": stage}, engine, merge, steps=3)
-    counts = Counter(span.name.split()[0] for span in found.spans if span.rank == 0 and span.stream == "communication")
-    assert counts["reduce_scatter"] == 3 * scattered
-    assert counts["all_gather"] == 3 * gathered + (2 * 3 if stage == 3 else 0)
-
-
 @pytest.mark.parametrize(
     "seeds",
     [range(25), pytest.param(range(25, 200), marks=pytest.mark.slow), pytest.param(range(200, 1000), marks=pytest.mark.whole)],
@@ -148,14 +135,3 @@ def test_engines_agree_on_sharded_strategies(seeds: range) -> None:
             error.add_note(f"experiment: sharded_case_of({seed})")
             raise
     assert ways["vector"] >= len(seeds) * 0.2
-
-
-def test_virtual_trainers_train_shards_as_whole_models_and_refuse_workers_of_several() -> None:
-    """Sharding changes no sum but its order; a worker of several trainers would be another training."""
-    plain, sharded = ({"fuse_all_reduce_ops": True} | fields for fields in ({}, {"sharding": True, "sharding_configs": {"stage": 3}}))
-    digits = {"model": "mlp", "data": "synthetic"}
-    one, other = (assemble(digits, strategy=strategy) for strategy in (plain, sharded))
-    assert learnt_from(one) == learnt_from(other)
-    workers = {"sharding_configs": {"sharding_degree": 1}, "localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    with pytest.raises(ConfigError, match="knows no sharded workers"):
-        learnt_from(assemble(digits, strategy=sharded | workers))

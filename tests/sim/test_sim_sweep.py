@@ -6,7 +6,6 @@ import dataclasses
 import math
 import multiprocessing
 import os
-import re
 import signal
 import statistics
 import sys
@@ -20,9 +19,7 @@ from sim_cases import layered
 import fleetbench
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.stragglers import Jitter
-from real.profile import measuring
 from sim.many import pool
 from sim.many.pool import Job, run_all, summaries
 from sim.many.seeds import Interval, over_seeds
@@ -94,15 +91,6 @@ def test_a_point_is_the_run_that_it_would_be_alone(path: Path) -> None:
         for name in ("wall_s", "wait_s", "exposed_comm_s", "bytes_sent_per_trainer"):
             assert row[name] == pytest.approx(getattr(alone, name), rel=1e-9, abs=1e-12)
     assert table["step_s"].is_monotonic_increasing
-
-
-def test_two_keys_make_a_grid(path: Path) -> None:
-    """The last one varies fastest; text is kept where a value is no number."""
-    links = ['{ bandwidth = "8 Gbit/s" }', '{ bandwidth = "80 Mbit/s" }']
-    table = swept(path, "strategy.fuse_all_reduce_ops=false,true", f"cluster.inter={','.join(links)}")
-    keys = ["strategy.fuse_all_reduce_ops", "cluster.inter"]
-    assert table[keys].to_numpy().tolist() == [[False, links[0]], [False, links[1]], [True, links[0]], [True, links[1]]]
-    assert table["wall_s"].nunique() == 4
 
 
 def test_a_failed_point_is_named(path: Path) -> None:
@@ -193,27 +181,3 @@ def test_a_process_that_is_killed_is_an_error(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(EnvironmentLacks, match=r"a process that simulates was killed(.|\n)*memory"):
         summaries(jobs, processes=2)
     assert not [process for process in multiprocessing.active_children() if process.exitcode is None]
-
-
-def test_points_share_a_profile_of_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experiments that compute alike take it once in a process; the next process takes another.
-
-    What takes long is said before it begins.
-    """
-    taken = list[Experiment]()
-
-    def take(experiment: Experiment, **_: object) -> Profile:
-        taken.append(experiment)
-        return Profile(machine="none", created="never", tables=(), foreign_cores=1.0)
-
-    monkeypatch.setattr(measuring, "take_profile", take)
-    base = Experiment.from_dict({"workload": {"model": "digits_mlp"}})
-    slower = Experiment.from_dict({"workload": {"model": "digits_mlp"}, "cluster": {"inter": {"bandwidth": "1 Mbit/s", "latency": "1 ms"}}})
-    said = list[str]()
-    paths = {measuring.ensure_profile(one, tmp_path, told=said.append).workload.profile for one in (base, slower)}
-    assert (len(taken), len(paths)) == (1, 1)
-    assert len(said) == 1
-    assert re.match(r"note: no profile of this model is stored: .* take \d+ s at most", said[0])
-    monkeypatch.setattr(measuring, "_BUSY", set())
-    assert measuring.ensure_profile(base, tmp_path).workload.profile in paths
-    assert len(taken) == 2

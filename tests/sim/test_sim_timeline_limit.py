@@ -27,18 +27,3 @@ def test_more_events_than_that_are_dropped_and_named(monkeypatch: pytest.MonkeyP
     assert stored.path is not None
     assert load_run(stored.path).summary == short.summary
     assert run.simulate(experiment, timeline=False).summary.skipped == ()
-
-
-def test_servers_keep_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table and a timeline that are too large are left out by name; the figures are those of the whole run."""
-    strategy = {"mode": "ps", "fuse_all_reduce_ops": True}
-    experiment = layered([(250, 100, 200)], inter=link(8, 10), steps=5, strategy=strategy, servers=1)
-    whole = run.simulate(experiment)
-    monkeypatch.setattr("sim.run.MOST_EVENTS", len(whole.spans) - 1)
-    monkeypatch.setattr("sim.run.MOST_ROWS", len(whole.steps) - 1)
-    short = run.simulate(experiment)
-    assert (short.spans, len(short.steps)) == ((), 0)
-    assert [entry["what"] for entry in short.summary.skipped] == ["timeline.json.gz", "steps.parquet"]
-    assert short.summary.wall_s == whole.summary.wall_s
-    assert len(run.simulate(experiment, table=True).steps) == len(whole.steps)
-    assert [entry["what"] for entry in run.simulate(experiment, table=False).summary.skipped] == ["timeline.json.gz"]

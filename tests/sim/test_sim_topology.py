@@ -22,7 +22,6 @@ from sim.run import simulate
 ONE = [(300, 100, 200)]
 TWO = [(300, 0, 0), (300, 100, 200)]
 FREE = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-PAIRS = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 2}
 SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
 
 
@@ -46,28 +45,6 @@ def test_a_ring_over_racks_has_the_uplink_at_most(oversubscription: float, slowe
     """Two racks of two nodes: the uplink carries 16 Gbit/s over the oversubscription, and one ring needs 8: 2 x 3/4 x 1200 bytes."""
     result = run(nodes=4, inter=link(8), racks=Racks(nodes=2, oversubscription=oversubscription))
     assert in_ns(result, "exposed_comm_s") == [1_800 * slower] * 4
-
-
-def test_rings_share_uplinks_even_where_they_share_no_interface() -> None:
-    """Two racks of two nodes with a trainer each, oversubscribed twice: the uplink carries one ring; rings 0-2 and 1-3 take turns.
-
-    In pairs inside the racks 600 bytes take 600 ns, then each ring has two messages of 300 ns, of which the uplink carries four.
-    """
-    racks = Racks(nodes=2, oversubscription=2.0)
-    strategy = SCATTER | {"hierarchical_inner_ranks": 2}
-    result = run(nodes=4, inter=link(8), racks=racks, strategy=strategy)
-    for rank in range(4):
-        chain = carried_ns(result, rank)
-        assert chain["reduce_scatter 0"] == (300, 900)
-        assert chain["all_reduce 0"] == (900, 1_800 + 300 * (rank % 2))
-        assert chain["all_gather 0"] == (2_100, 2_700)
-    alone = run(nodes=4, inter=link(8), strategy=strategy)
-    assert carried_ns(alone)["all_reduce 0"] == (900, 1_500)
-
-
-def test_the_last_rack_has_the_uplink_of_its_own_nodes() -> None:
-    """Five nodes in racks of four: the fifth's uplink carries 8 Gbit/s over 2, so the ring goes at half speed: 2 x 4/5 x 1200 x 2."""
-    assert in_ns(run(nodes=5, inter=link(8), racks=Racks(nodes=4, oversubscription=2.0)), "exposed_comm_s") == [3_840] * 5
 
 
 def lossy(gbit_per_s: float, latency_ns: int, loss: float) -> Link:
@@ -118,18 +95,6 @@ def test_losses_without_a_tcp_window_are_refused(change: dict[str, Any]) -> None
     """Loss counts by round trip, for packets of TCP of the usual size, and while windows count more than timeouts."""
     with pytest.raises(ConfigError, match="loss"):
         Link(**{"bandwidth": BitsPerSecond(10**9), "latency": Nanoseconds(1_000), "loss": 0.01} | change)
-
-
-def test_a_slow_interface_slows_the_rings_that_pass_it() -> None:
-    """Node 3 at half the bandwidth: pairs 0-1 go at 1 ns a byte and pairs 2-3 at 2; messages to it wait for its longer latency."""
-    override = NodeOverride(nodes=(3,), inter=link(4, 50))
-    result = run(nodes=4, inter=link(8, 10), node_overrides=(override,), strategy=PAIRS)
-    assert carried_ns(result, 0)["reduce 0"] == (300, 1_510)
-    assert carried_ns(result, 2)["reduce 0"] == (300, 2_750)
-    flat = run(nodes=4, inter=link(8, 10), node_overrides=(override,))
-    assert (
-        in_ns(flat, "exposed_comm_s") == [2 * 50 + 3_600] * 4
-    )  # a chunk passes the two slow hops one after the other, and then waits for their ports
 
 
 def test_the_last_override_that_says_a_thing_counts() -> None:

@@ -84,13 +84,6 @@ def test_rings_alike_are_their_closed_form(ranks: int, number: int, busy_ns: int
     assert ends[0] >= alone_ns
 
 
-def test_who_is_slow_elsewhere_leaves_what_it_does_not_need() -> None:
-    """A ring that node 2's interface holds at half the bandwidth takes 200 ns, as alone; beside it one of 100 ns has 50 + 50, later."""
-    links = Links(trainers_per_node=1, intra=None, inter=link(8), inter_of={2: link(4)})
-    slow, fast = ring("all_reduce", (0, 2), links).route(100), ring("all_reduce", (0, 1), links).route(100)
-    assert Meetings([slow, fast], [[0], [1]], links).carry([0, 0])[1] == [200, 200]
-
-
 def test_a_step_is_the_same_by_both_engines_where_nothing_is_in_step() -> None:
     """Five buckets that become ready while others travel, gloo's queues of two on two communicators: equal to the nanosecond."""
     strategy = {"sync_nccl_allreduce": False, "nccl_comm_num": 2}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from fleetbench.cluster import Cluster, NodeOverride
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import all_reduce_cost, table_for
 from fleetbench.stragglers import ONE, SlowNode, draws
@@ -66,13 +65,3 @@ def test_ranks_are_counted_through_the_nodes() -> None:
     assert [links.hop(rank, 7 if rank < 6 else 0).ports[0][1] for rank in range(8)] == [0, 1, 2, 3, 2, 4, 6, 7]
     drawn = draws((SlowNode(nodes=(1,), factor=2.0),), 0, 8, cluster.node_by_rank, 1, 1)
     assert (drawn[:, 0] // ONE).tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_hierarchy_needs_groups_of_one_size(engine: Engine) -> None:
-    """Nodes are none; groups by number are, where they divide the trainers."""
-    overrides = [{"nodes": [1], "trainers": 4}]
-    with pytest.raises(ConfigError, match=r"node_overrides\[0\].trainers"):
-        experiment(overrides, {"use_hierarchical_allreduce": True})
-    grouped = experiment(overrides, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 2})
-    assert simulate(grouped, engine=engine).summary.trainers == 6

@@ -15,7 +15,6 @@ from fleetbench.plan.operations import Operation
 from fleetbench.result import step_s_of, summarise
 from fleetbench.stragglers import Jitter
 from sim.arrays.layout import Layout
-from sim.arrays.observers import quantiles
 from sim.arrays.program import script_of
 from sim.arrays.shared_links import Wires
 from sim.clock import Clock
@@ -68,14 +67,6 @@ def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[in
 
     clock.run(clock.process(joins()))
     return [found[operation.id] for operation in operations]
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), min_size=1, max_size=30), st.floats(0, 1))
-def test_weighted_quantiles_are_those_of_repeated_values(pairs: list[tuple[int, int]], share: float) -> None:
-    """A value that stands for three counts as three."""
-    values, weights = (np.asarray(column) for column in zip(*pairs, strict=True))
-    expected = np.quantile(np.repeat(values, weights), share)
-    assert quantiles(values, weights.astype(float), [share])[0] == pytest.approx(expected, rel=1e-12, abs=1e-9)
 
 
 @pytest.mark.parametrize(

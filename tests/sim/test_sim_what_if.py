@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-import pandas as pd
 import pytest
-from sim_cases import layered, link, profiled, with_profile
+from sim_cases import layered, link
 
-from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.stragglers import Jitter, SlowNode, SlowRank, Trace
-from sim.many.what_if import slowest_rank_and_node, what_if, with_infinite_bandwidth
+from fleetbench.stragglers import Jitter, SlowNode, SlowRank
+from sim.many.what_if import what_if, with_infinite_bandwidth
 from sim.run import simulate
 
 # 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns after the backward.
 LAYER = [(250, 100, 200)]
-
-
-def slowest_rank(*args: object, **options: object) -> int | None:
-    """The slowest rank alone."""
-    found = slowest_rank_and_node(*args, **options)  # type: ignore[arg-type]  # passed on
-    return None if found is None else found[0]
 
 
 def gains(*args: object, **options: object) -> dict[str, float]:
@@ -64,22 +55,6 @@ def test_without_a_rank_all_others_keep_their_draws() -> None:
     assert by_rank_spared.loc[3].to_numpy() == pytest.approx([0.001] * 50)
     lengths = spared[spared["rank"] == 0][["compute_s", "wait_s", "exposed_comm_s"]].sum(axis=1)
     assert lengths.to_numpy() == pytest.approx(by_rank.drop(3).max().to_numpy(), abs=1e-7)
-
-
-def test_the_slowest_rank_is_the_latest_on_average(tmp_path: Path) -> None:
-    """By the trace: rank 1 is late once and much, rank 2 always and more in sum; none is where nobody is late."""
-    rows = [(rank, step, x) for rank, xs in enumerate([(0, 0, 0), (2, 0, 0), (1, 1, 1)]) for step, x in enumerate(xs, start=1)]
-    pd.DataFrame(rows, columns=["rank", "step", "x"]).to_csv(tmp_path / "t.csv", index=False)
-    experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(Trace(path=str(tmp_path / "t.csv")),))
-    assert slowest_rank(experiment) == 2
-    assert slowest_rank(layered(LAYER, inter=link(8))) is None
-
-
-def test_measured_links_become_infinite_too() -> None:
-    """The link of a profile: 20 + 400 ns after 300, of which the 400 go."""
-    experiment, profile = profiled([([100], [200], 100, 200)], {}, nodes=1, trainers_per_node=2)
-    profile = dataclasses.replace(profile, communication=Communication(backend="gloo", trainers=2, link=link(8, 10)))
-    assert gains(with_profile(experiment, profile))["with infinite bandwidth"] == pytest.approx(720 / 320)
 
 
 def test_infinite_bandwidth_has_no_limit_of_a_connection() -> None:
