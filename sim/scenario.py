@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
-from fleetbench.cores import on_cores
+from fleetbench.cores import on_cores, shares_cores
 from fleetbench.declared import LOSSES, UNFOLLOWED, DeclaredScalars, refuse_undeclared
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
@@ -132,9 +132,11 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         unknown = "no loss is simulated, so final_loss and time_to_target_s are null: --loss trains"
         found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
     found += skipped_by_layers(workload, strategy)
+    is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and cluster.gpu is None and not shares_cores(experiment)
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     unknown_cost = strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
+        (is_cored, "cluster.cores_per_node", "layer times that are declared, or of a device or a testbed, do not depend on it"),
         (
             served and cluster.intra,
             "cluster.intra",
