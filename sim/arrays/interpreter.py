@@ -253,10 +253,10 @@ class Interpreter:
 
     def _gate(self, end: Times, met: Times) -> None:
         now = self._now()
-        held = np.maximum(end, now)
-        self._seen.gated = self._seen.gated + (held - now)
-        self._stall(held, met)
-        self.offset = self.offset + (held - now)
+        takes = np.maximum(end - now, 0)
+        self._seen.gated = self._seen.gated + takes
+        self._stall(now + takes, met)
+        self.offset = self.offset + takes
 
     def _stall(self, end: Times, met: Times) -> None:
         if self.looks:
