@@ -20,6 +20,8 @@ MOST_EVENTS = 10_000_000
 """Largest number of steps of all ranks, and their operations, on SimPy's clock. Each takes 40 to 100
 microseconds."""
 MOST_LAYERS = 20_000
+MOST_BATCHES = 1_000_000
+"""Largest number of batches that a trainer's loaders may prepare ahead."""
 
 
 def refuse_large(experiment: Experiment) -> None:
@@ -35,6 +37,9 @@ def refuse_large(experiment: Experiment) -> None:
         at_most(cluster.trainers * steps, MOST_REMEMBERED, "delays at once", "cluster.stragglers", hint)
     num_layers = sum(spec.repeat for spec in workload.layers)
     at_most(num_layers, MOST_LAYERS, "layers", "workload.layers", "merge layers into larger ones")
+    if workload.host is not None:
+        batches = workload.host.loaders * workload.host.prefetch
+        at_most(batches, MOST_BATCHES, "batches ahead", "workload.host.loaders", "fewer loaders, or a smaller prefetch")
 
 
 def at_most(number: int, most: int, what: str, where: str, hint: str) -> None:
