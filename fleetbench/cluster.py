@@ -104,9 +104,7 @@ def _check_mtu(framing: Framing, mtu: int) -> None:
         raise ConfigError(f"is no payload of a packet of framing {framing}", "mtu", repr(mtu), hint)
 
 
-CollectiveAlgorithm = Literal[
-    "ring", "halving_doubling", "tree", "double_binary_tree", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper", "measured"
-]
+CollectiveAlgorithm = Literal["ring", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper", "measured"]
 """Algorithm of collectives. It is described in the modules ``algorithms``, ``gloo`` and ``nccl`` of
 ``sim.network`` and, for ``measured``, in ``routes``."""
 
@@ -222,10 +220,6 @@ class Cluster(Config):
     """Bandwidth at which a host copies and sums in gloo's all-reduce (``collective = "gloo"``), and at which
     a parameter server copies and sums what it receives and sends. Default: copies and sums take no time.
     All-reduces in flight together do not slow each other's copies."""
-    first_exchange: Nanoseconds = Nanoseconds(0)
-    """Extra time of the first collective on each communicator in a simulated run, while its connections are
-    opened: 0.35 s and more on some machines. With local steps and few exchanges, it is most of the
-    waiting."""
     cores_per_node: int = 16
     """Processor cores per node, which the trainers' threads share."""
     gpu: str | None = None
@@ -294,7 +288,7 @@ class Cluster(Config):
 
     def _validate(self) -> None:
         at_least(self, 1, "nodes", "trainers_per_node", "nics_per_node", "cores_per_node")
-        at_least(self, 0, "first_exchange", "servers")
+        at_least(self, 0, "servers")
         at_least(self, 0, "host_bandwidth", above=True)
         if self.measured and self.collective != "measured" and not self.collective.startswith("nccl-"):
             hint = 'set collective = "measured", or an nccl- collective, or drop measured'

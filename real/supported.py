@@ -70,7 +70,7 @@ def not_emulated(experiment: Experiment, strategy: DistributedStrategy) -> list[
 
 
 _EXECUTOR = "the real executor"
-_UNREALISED = "intra inter racks sites nics_per_node cores_per_node collective measured host_bandwidth first_exchange gpu"
+_UNREALISED = "intra inter racks sites nics_per_node cores_per_node collective measured host_bandwidth gpu"
 UNREALISED = tuple(_UNREALISED.split())
 """Fields of a cluster that one machine cannot realise; a run lists them in ``skipped``."""
 _SERVERS = frozenset({"cluster.servers", "cluster.server_placement"})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +32,9 @@ from sim.limits import refuse_large
 from sim.network.links import Links
 
 MOST_KEPT = 2**22
-"""Largest number of delays that are drawn at once and cached. Cached delays are reused for other
-strategies."""
+"""Largest number of delays that are drawn at once and kept. Kept delays are reused for other strategies."""
 _CLUSTER = """
-nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth first_exchange cores_per_node gpu racks sites
+nodes trainers_per_node nics_per_node intra inter collective measured host_bandwidth cores_per_node gpu racks sites
 node_overrides stragglers churn
 """
 CLUSTER = frozenset(f"cluster.{name}" for name in _CLUSTER.split())
@@ -59,8 +57,6 @@ class Scenario:
     """Delays X of every rank and step."""
     fetch_every: int = 1
     """Number of steps between two times at which the host reads results back."""
-    first_exchange_ns: int = 0
-    """Additional time in ns before the first collective on each communicator starts."""
 
     @classmethod
     def of(
@@ -93,7 +89,6 @@ class Scenario:
             steps_per_epoch=learnt.steps_per_epoch if learnt else experiment.workload.steps_per_epoch,
             draws=Draws(cluster=cluster, seed=run.seed, steps=steps, spared=tuple(spared)),
             fetch_every=strategy.fetch_every_n_steps,
-            first_exchange_ns=cluster.first_exchange,
         )
 
     def scalar(self, name: str, rank: int, state: State) -> float:
@@ -138,7 +133,6 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
         found.append(skip("workload.target_loss", unknown if curve is None else UNFOLLOWED))
     found += skipped_by_layers(workload, strategy)
     is_cored = cluster.cores_per_node != type(cluster)().cores_per_node and cluster.gpu is None and not shares_cores(experiment)
-    is_measured = not served and cluster.intra is None and max(cluster.trainers_by_node) > 1
     is_unheard = not served and cluster.host_bandwidth is not None and cluster.collective != "gloo"
     unknown_cost = strategy.quantises and (measured is None or not measured.quantise)
     left_out = (
@@ -154,12 +148,10 @@ def not_realised(experiment: Experiment, *, learnt: bool = False) -> list[dict[s
             "servers share the nodes' links; their use of the trainers' cores is left out",
         ),
         *_unlimited(cluster, served=served),
-        (is_measured, "cluster.intra", "not declared: the profile's measurement in the training loop is used"),
         (served and cluster.collective != "ring", "cluster.collective", "trainers have no collectives"),
         (is_unheard, "cluster.host_bandwidth", 'copies and sums of collectives take time only with collective = "gloo"'),
         (unknown_cost, "strategy.localsgd_configs.outer_wire", "quantising takes no time in the simulation: no profile has measured it"),
         (local.outer_on_host, "strategy.localsgd_configs.outer_on_host", "its copies are not simulated"),
-        (served and cluster.first_exchange, "cluster.first_exchange", "it applies to collectives"),
         (experiment.run.environment, "run.environment", "no process is started"),
         (cluster.churn, "cluster.churn", "the steps are those of an undisturbed run; goodput has figures of its own"),
     )
@@ -207,7 +199,7 @@ def _unlimited(cluster: Cluster, *, served: bool) -> Iterator[tuple[bool, str, s
             yield link is not None and bool(link.loss), f"{place}.{kind}.loss", why
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Draws:
     """Delays of the trainers of one run. X is in units of 2^-24. No straggler delays the ranks ``spared``."""
 
@@ -215,6 +207,8 @@ class Draws:
     seed: int
     steps: range
     spared: tuple[int, ...] = ()
+    _kept: tuple[int, Integers] = field(init=False, default=(0, np.zeros((0, 0), dtype=np.int64)), repr=False, compare=False)
+    """Index of the first drawn step, and the rows of the drawn steps."""
 
     def of_ranks(self) -> Integers:
         """Return X of all steps, shape ``(trainers, num_steps)``.
@@ -226,17 +220,18 @@ class Draws:
     def rows(self, begin: int, end: int) -> Integers:
         """Return X of the steps with indices from ``begin`` to ``end``, which is excluded.
 
-        The shape is ``(end - begin, trainers)``, contiguous by step.
+        The shape is ``(end - begin, trainers)``, contiguous by step. Steps after them are drawn in advance. All steps
+        are drawn at once if they are few, or if delays depend on earlier steps.
         """
-        is_small = len(self.steps) * self.cluster.trainers <= MOST_KEPT
-        if is_small or any(isinstance(straggler, Episode) for straggler in self.cluster.stragglers):
-            return self._rows[begin:end]
-        return np.ascontiguousarray(self._drawn(self.steps[begin:end]).T)
-
-    @functools.cached_property
-    def _rows(self) -> Integers:
-        """X of all steps, for few draws, and for delays that depend on earlier steps."""
-        return np.ascontiguousarray(self.of_ranks().T)
+        first, rows = self._kept
+        if begin < first or end > first + len(rows):
+            ahead = max(end - begin, MOST_KEPT // self.cluster.trainers)
+            if ahead >= len(self.steps) or any(isinstance(straggler, Episode) for straggler in self.cluster.stragglers):
+                begin_drawn, ahead = 0, len(self.steps)
+            else:
+                begin_drawn = begin
+            self._kept = first, rows = begin_drawn, np.ascontiguousarray(self._drawn(self.steps[begin_drawn : begin_drawn + ahead]).T)
+        return rows[begin - first : end - first]
 
     def _drawn(self, steps: range) -> Integers:
         cluster = self.cluster

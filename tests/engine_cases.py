@@ -33,7 +33,7 @@ from sim.run import Engine, simulate
 CLUSTERS = ((1, 1), (1, 3), (1, 4), (2, 1), (3, 1), (5, 1), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2))
 """Nodes and the trainers of each."""
 CURVE = LossCurve(start=3.0, floor=0.4, half_life=Steps(4))
-ALGORITHMS = ("ring", "halving_doubling", "tree", "double_binary_tree", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper")
+ALGORITHMS = ("ring", "gloo", "nccl-volta", "nccl-ampere", "nccl-hopper")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +249,6 @@ def cluster_fields(random: Random, cluster: Cluster) -> dict[str, Any]:
         "stragglers": tuple(random.sample(kinds, pick([0, 0, 1, 1, 2, 3]))),
         "collective": collective,
         "cores_per_node": pick([16, 16, 2]),
-        "first_exchange": Nanoseconds(pick([0, 0, 0, 350])),
         "sites": () if collective.startswith("nccl-") or random.random() < 0.7 else sites(random, nodes),
     }
 

@@ -134,9 +134,9 @@ def _learn(arguments: argparse.Namespace) -> Callable[..., Trajectory] | None:
     """Return the function that trains virtual trainers, if the command line asks for losses."""
     if not arguments.loss:
         return None
-    from sim.learning.virtual_training import Trajectories
+    from sim.learning.virtual_training import train
 
-    return Trajectories(arguments.out, say).of
+    return partial(train, say=say)
 
 
 def _with_times(experiment: Experiment, arguments: argparse.Namespace) -> Experiment:

@@ -132,11 +132,3 @@ def through_rounds(rounds: Sequence[Sequence[Message]]) -> Longest:
         return Pace(latency_ns, Fraction(slope, unit))
 
     return longest
-
-
-def is_chain(rounds: Sequence[Sequence[Message]]) -> bool:
-    """Whether some chain has a message in every round, which is the largest possible number."""
-    reached = {sender for sender, _, _ in rounds[0]} if rounds else {0}
-    for messages in rounds:
-        reached = {end for *ends, _ in messages if not reached.isdisjoint(ends) for end in ends}
-    return bool(reached)

@@ -40,7 +40,7 @@ _BELIEFS = (
     *("name", "workload.profile", "workload.target_loss", "workload.eval_every", "tune.", "run.environment."),
     *("run.launcher", "run.port", "run.startup_timeout", "run.timeout"),
     *("cluster.nics_per_node", "cluster.cores_per_node", "cluster.node_overrides", "cluster.sites", "cluster.collective"),
-    *("cluster.measured", "cluster.gpu", "cluster.host_bandwidth", "cluster.first_exchange"),
+    *("cluster.measured", "cluster.gpu", "cluster.host_bandwidth"),
     *("cluster.intra.", "cluster.inter.", "cluster.racks."),
 )
 """Beginnings of the keys that may differ between runs of the same steps."""

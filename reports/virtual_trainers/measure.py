@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
 from fleetbench.store import commit
 from fleetbench.workloads.models.registry import build_model, loss_of
-from sim.learning.virtual_training import Trajectories, VirtualTraining
+from sim.learning.virtual_training import VirtualTraining, train
 from sim.many.sweep import sweep
 
 HERE = Path(__file__).parent
@@ -205,7 +206,7 @@ def table() -> dict[str, Any]:
             lambda more: Experiment.load(folder / "e.toml", [*fixed, *more]),
             [f"strategy.localsgd_configs.k_steps={K}", f"cluster.inter.bandwidth={BANDWIDTHS}"],
             processes=1,
-            learn=Trajectories(folder / "runs", said.append).of,
+            learn=partial(train, say=said.append),
         )
         seconds = time.perf_counter() - begin
     reached = int(found.table["time_to_target_s"].notna().sum())

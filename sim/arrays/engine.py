@@ -19,7 +19,7 @@ from sim.arrays.interpreter import Interpreter
 from sim.arrays.layout import Layout, Times
 from sim.arrays.observers import Observer, StepTable, Sums, TimelineSpans
 from sim.arrays.program import Program, Script, script_of
-from sim.arrays.shared_links import SharedTransfers, Wires, together
+from sim.arrays.shared_links import SharedTransfers, Wires
 from sim.arrays.supported import BEYOND, SHARED, Unsupported, most_ns, overlaps, refuse_slowed, shares
 from sim.arrays.transfers import Transfers
 from sim.clock import LATEST_NS
@@ -106,7 +106,7 @@ class Engine:
         self._first_counted = scenario.steps.index(1)
         self._layout = layout
         self._carrier, contention = _carrier(scenario, layout, self.script.programs)
-        self._slows = contention, scenario.first_exchange_ns
+        self._contention = contention
         table, programs = scenario.table, self.script.programs
         step = np.arange(len(scenario.steps))
         fetch_ns = np.where((step > 0) & (step % scenario.fetch_every == 0), int(table.fetch), 0)
@@ -120,14 +120,13 @@ class Engine:
         head_ns = table.fetch + table.read + table.load * (2 if table.loaders else 1)
         self._most_ns = head_ns + most_ns(layout, programs)
         self._compute_ns = max([table.forward_ns + table.backward_ns, *(moment_ns for _, moment_ns in moments_of(scenario.plan, table))])
-        self._reached_ns = sum(join.is_first for program in programs for join in program.joins) * scenario.first_exchange_ns
+        self._reached_ns = 0
         self._begin_ns = np.zeros(self._runs, dtype=np.int64)
         """By run: time in ns at which the next block begins, or at which the unfinished interpreter was at
         0."""
         self._under_way: Interpreter | None = None
         """Interpreter of a block whose ranks did not end together."""
         self._most_blocks = CELLS
-        self._window: tuple[int, Times] = (0, np.zeros((self._runs, 0, layout.num_ranks), dtype=np.int64))
 
     def run(self, observers: Sequence[Observer], done: Callable[[int], None], *, looks: bool = True, draws: bool = False) -> None:
         """Run all steps.
@@ -154,7 +153,7 @@ class Engine:
             if self._loaders is None:
                 blocks = min(count, max(1, CELLS // (stride * self._layout.num_ranks * runs)), self._most_blocks)
             rows = runs * blocks
-            ranks = Interpreter(self._layout, self._carrier(rows), np.zeros((rows, 1), dtype=np.int64), *keeps, *self._slows)
+            ranks = Interpreter(self._layout, self._carrier(rows), np.zeros((rows, 1), dtype=np.int64), *keeps, self._contention)
         seen = []
         for step, program in enumerate(pattern, start=first):
             steps = slice(step, step + stride * (blocks - 1) + 1, stride)
@@ -188,18 +187,14 @@ class Engine:
     def _x(self, steps: slice) -> Times:
         """Return X of these steps, shape ``(num_runs * num_steps, num_ranks)``.
 
-        Steps after them are drawn in advance, up to ``CELLS`` values in all.
+        Raises ``Unsupported`` if times may leave 64 bits.
         """
-        begin, drawn = self._window
-        if steps.start < begin or steps.stop > begin + drawn.shape[1]:
-            begin, ahead = steps.start, max(1, CELLS // (self._layout.num_ranks * self._runs))
-            end = min(max(begin + ahead, steps.stop), len(self.script.sequence))
-            drawn = np.stack([draws.rows(begin, end) for draws in self._draws])
-            self._window = (begin, drawn)
-            self._reached_ns += drawn.shape[1] * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
-            if self._reached_ns > LATEST_NS:
-                raise Unsupported(BEYOND)
-        return drawn[:, steps.start - begin : steps.stop - begin : steps.step].reshape(-1, self._layout.num_ranks)
+        drawn = np.concatenate([draws.rows(steps.start, steps.stop)[:: steps.step] for draws in self._draws])
+        num_steps = len(drawn) // self._runs
+        self._reached_ns += num_steps * self._slowest * (self._most_ns + stretch(self._compute_ns, int(drawn.max(initial=0))))
+        if self._reached_ns > LATEST_NS:
+            raise Unsupported(BEYOND)
+        return drawn
 
 
 def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) -> tuple[Callable[[int], Transfers], Fraction]:
@@ -212,12 +207,12 @@ def _carrier(scenario: Scenario, layout: Layout, programs: Sequence[Program]) ->
     if shares(layout, programs):
         if is_slowed:
             raise Unsupported(SHARED)
-        known = cache(partial(Wires, layout)), cache(partial(together, layout))
-        return lambda blocks: SharedTransfers(layout, blocks, *known), Fraction(1)
+        wires = cache(partial(Wires, layout))
+        return lambda blocks: SharedTransfers(layout, blocks, wires), Fraction(1)
     if not is_slowed:
         return lambda blocks: Transfers(layout, blocks), Fraction(1)
     declared = (scenario.table.contention, scenario.table.collective_contention)
     compute, collectives = (1 + Fraction(repr(value)) for value in declared)  # the decimals that a file writes
     if collectives > 1:
-        refuse_slowed(layout, programs)
+        refuse_slowed(programs)
     return lambda blocks: Transfers(layout, blocks, 1 / collectives), compute

@@ -1,23 +1,19 @@
 """Event loop: carries collectives that share ports, turn by turn (``sim.network.turns``), in one block of steps.
 
-A meeting is one collective in one part of its group. The meetings of a queue start in order. Queues whose
-meetings share ports, directly or not, form a region. A meeting that is alone in its region is carried to its
-end at once. If another one arrives before that end, the first is put back to the turn that it has reached.
+A meeting is one collective in one part of its group. The meetings of a queue start in order.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 from sim.network.links import Links, Port
-from sim.network.turns import Window, busy_on, scaled
+from sim.network.turns import busy_on, scaled
 from sim.network.work import Route
 
 _END, _ARRIVAL, _TURN = range(3)
 """Kinds of a meeting's events, in their order within a nanosecond. Equal events are ordered by the number of
 the meeting."""
-_NO_WINDOW = Window(-(2**62), 0, 0)
 
 
 class Meetings:
@@ -38,12 +34,9 @@ class Meetings:
         self.queues, self.depth = queues, depth
         self.followers = followers or [()] * len(routes)
         self.queue_of = {meeting: number for number, queue in enumerate(queues) for meeting in queue}
-        by_region = _regions([{port for meeting in queue for port in routes[meeting].ports} for queue in queues])
-        self.region_of = {meeting: n for n, own in enumerate(by_region) for queue in own for meeting in queues[queue]}
         self.first = [route.first_ns for route in routes]
         self.window = [route.window for route in routes]
         self._turns(routes, links)
-        self._alone(routes)
 
     def _turns(self, routes: Sequence[Route], links: Links) -> None:
         """Set ``turns``: each turn's own time, the time after it, and its ports, each with its busy time."""
@@ -70,25 +63,6 @@ class Meetings:
         together = [[links.slower(port, number) for number in range(most + 1)] for port in alike.values()]
         self.num_ports, self.slower = len(alike), together if links.in_flight else None
 
-    def _alone(self, routes: Sequence[Route]) -> None:
-        """Set ``alone``: times of each meeting by itself, in ns from its start.
-
-        These are the arrivals of its turns, the times at which the receiver is done with the turns before
-        them, and its end.
-        """
-        known: dict[int, tuple[list[int], list[int], int]] = {}
-        for route in routes:
-            if id(route) not in known:
-                arrives, done, end = [route.first_ns], [0], 0
-                for turn in route.turns:
-                    left = arrives[-1] + turn.own_ns
-                    told, then = (route.window or _NO_WINDOW).next(arrives[-1], left, done[-1])
-                    end = left + turn.then_ns
-                    arrives.append(max(end, told))
-                    done.append(then)
-                known[id(route)] = arrives[:-1], done, end
-        self.alone = [known[id(route)] for route in routes]
-
     def carry(self, ready: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the starts and ends in ns of all meetings on idle links; their ranks have joined at ``ready``."""
         return _Loop(self, ready).run()
@@ -112,11 +86,6 @@ class _Loop:
         self._free, self._users = ([0] * meetings.num_ports for _ in range(2))
         """By port: time in ns at which it has carried everything that has arrived, and number of meetings in
         flight that pass it."""
-        self._going = [0] * (max(meetings.region_of.values()) + 1)
-        """By region: number of meetings that have arrived and not ended."""
-        self._jumped: dict[int, tuple[int, int]] = {}
-        """By region: the meeting that was carried to its end at once, and the time in ns at which it would
-        have started if it had always been alone."""
         self._events: list[tuple[int, int, int]] = []
 
     def run(self) -> tuple[list[int], list[int]]:
@@ -146,38 +115,15 @@ class _Loop:
             heappush(self._events, (begins + meetings.first[meeting], _ARRIVAL, meeting))
 
     def _arrive(self, meeting: int, now: int) -> None:
-        """Let a meeting arrive at its ports.
-
-        If another one was carried to its end in this region, put that one back to the turn that it has
-        reached.
-        """
-        region = self._meetings.region_of[meeting]
+        """Let a meeting arrive at its ports."""
         heappush(self._events, (now, _TURN, meeting))
-        self._going[region] += 1
         for port in self._meetings.ports[meeting]:
             self._users[port] += 1
-        if region not in self._jumped:
-            return
-        alone, since = self._jumped.pop(region)
-        arrives, done, whole = self._meetings.alone[alone]
-        number = bisect_left(arrives, now - since)
-        if number:
-            for port, busy in self._meetings.turns[alone][number - 1][2]:
-                self._free[port] = since + arrives[number - 1] + busy
-        if number < len(arrives):
-            self._turn[alone], self._done[alone] = number, since + done[number]
-            self._events.remove((since + whole, _END, alone))
-            self._events.append((since + arrives[number], _TURN, alone))
-            heapify(self._events)
 
     def _carry(self, meeting: int, now: int) -> tuple[int, int, int]:
-        """Carry a meeting's next turn, or all its other turns if it is alone in its region; return its next event."""
+        """Carry a meeting's next turn, and return its next event."""
         meetings, number = self._meetings, self._turn[meeting]
-        region, window = meetings.region_of[meeting], meetings.window[meeting]
-        if self._going[region] == 1 and (not number or window is None):
-            arrives, _, whole = meetings.alone[meeting]
-            self._jumped[region] = meeting, now - arrives[number]
-            return now - arrives[number] + whole, _END, meeting
+        window = meetings.window[meeting]
         own, then, ports = meetings.turns[meeting][number]
         if meetings.slower is not None:
             slower = [meetings.slower[port][self._users[port]] for port, _ in ports]
@@ -198,10 +144,8 @@ class _Loop:
         return max(left + then, told), _TURN, meeting
 
     def _end(self, meeting: int, now: int) -> None:
-        meetings, region = self._meetings, self._meetings.region_of[meeting]
+        meetings = self._meetings
         self._ends[meeting] = now
-        self._going[region] -= 1
-        self._jumped.pop(region, None)
         for port in meetings.ports[meeting]:
             self._users[port] -= 1
         self._flying[meetings.queue_of[meeting]] -= 1
@@ -209,14 +153,3 @@ class _Loop:
         for follower in meetings.followers[meeting]:
             self._missing[follower] -= 1
             self._start(meetings.queue_of[follower], now)
-
-
-def _regions(ports_of: Sequence[set[Port]]) -> list[list[int]]:
-    """Return the indices of the sets, grouped so that sets with common ports are together, directly or not."""
-    found: list[tuple[list[int], set[Port]]] = []
-    for index, ports in enumerate(ports_of):
-        near = [region for region in found if not region[1].isdisjoint(ports)]
-        found = [region for region in found if region not in near]
-        indices = [*(other for region in near for other in region[0]), index]
-        found.append((indices, ports.union(*(region[1] for region in near))))
-    return [indices for indices, _ in found]

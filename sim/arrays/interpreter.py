@@ -85,8 +85,6 @@ class Interpreter:
     """Whether spans of the timeline are recorded; this needs ``looks``."""
     contention: Fraction
     """Factor on the time of compute while collectives of its rank are in flight."""
-    opens_ns: int = 0
-    """Additional time in ns of the first collective on each communicator."""
     _num_ids: int = 0
     """Number of operations in the previous step."""
     _base_ns: int = 0
@@ -207,7 +205,7 @@ class Interpreter:
         else:
             ready = group.latest(self._now())
         self._arrivals.append((group, self.offset, self._base_ns))
-        self.carrier.join(operation, ready, self.opens_ns if instruction.is_first else 0)
+        self.carrier.join(operation, ready)
         if instruction.holds:
             self._wait(self.carrier.flights((operation.id,)))
 
@@ -256,12 +254,9 @@ class Interpreter:
     def _gate(self, end: Times, met: Times) -> None:
         now = self._now()
         takes = np.maximum(end - now, 0)
+        self._seen.gated = self._seen.gated + takes
+        self._stall(now + takes, met)
         self.offset = self.offset + takes
-        if self.looks:
-            seen = self._seen
-            seen.gated, seen.stall, seen.wait = seen.gated + takes, seen.stall + takes, seen.wait + np.clip(met - now, 0, takes)
-            if self.draws:
-                self._span("compute", "wait", now, now + takes)
 
     def _stall(self, end: Times, met: Times) -> None:
         if self.looks:

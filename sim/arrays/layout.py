@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy.typing as npt
 from fleetbench.plan.build import Plan
 from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import Operation, wire_bytes
-from sim.arrays.event_loop import Meetings
 from sim.clock import half_up
 from sim.network.links import Port
 from sim.network.routes import Routes
@@ -102,18 +100,12 @@ class Layout:
     def takes_ns(self, operation: Operation) -> Times:
         """Return the time in ns of a collective in each part, shape ``(1, num_parts)``.
 
-        Other collectives do not use its links. Its own parts start together and may share them.
+        No other collective or part uses its links.
         """
         key = (operation.group, operation.kind, operation.payload == "rows", operation.nbytes)
         if key not in self._taken:
-            ways = self.ways(operation)
-            self._taken[key] = np.asarray([self._together_ns(ways) if share_ports(ways) else [alone_ns(route) for route in ways]])
+            self._taken[key] = np.asarray([[alone_ns(route) for route in self.ways(operation)]])
         return self._taken[key]
-
-    def _together_ns(self, routes: Sequence[Route]) -> list[int]:
-        """Return the times in ns of collectives that start together on idle links."""
-        queues = [[meeting] for meeting in range(len(routes))]
-        return Meetings(routes, queues, self.routes.links).carry([0] * len(routes))[1]
 
     def bytes_sent(self, operation: Operation) -> npt.NDArray[np.object_]:
         """Return the bytes that each rank sends, as Python integers of any size.
@@ -125,11 +117,6 @@ class Layout:
         if group.has_all and len(set(sent)) == 1:
             return np.asarray(sent[:1], dtype=object)
         return np.asarray([*sent, 0], dtype=object)[group.part_of]
-
-
-def share_ports(ways: Sequence[Route]) -> bool:
-    """Whether any two of these routes have a port in common."""
-    return len({port for way in ways for port in way.ports}) < sum(len(way.ports) for way in ways)
 
 
 def alone_ns(route: Route) -> int:

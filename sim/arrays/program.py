@@ -8,7 +8,7 @@ event by event.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from fleetbench.plan.drive import Scalar, answers, ends_epoch, events_of
@@ -49,8 +49,6 @@ class Join:
     takes_ns: int
     holds: bool
     """Whether the rank waits at once for the collective's end."""
-    is_first: bool = False
-    """Whether it is the first collective of its group on its communicator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +125,6 @@ def script_of(scenario: Scenario) -> Script:
     return _Writer(scenario).write()
 
 
-def _communicator_of(join: Join) -> tuple[int, str]:
-    return join.operation.communicator, join.operation.group
-
-
 class _Writer:
     """Runs the strategy once through all steps, and writes each kind of step as the reference engine executes it."""
 
@@ -140,8 +134,6 @@ class _Writer:
         self._decider = Decider.start(scenario.strategy, 0, first_step=scenario.steps.start)
         self._programs: dict[Program, int] = {}
         self._of_step: dict[StepOperations, int] = {}
-        self._opened: set[tuple[int, str]] = set()
-        """Communicator and group of every collective so far."""
         self._meets = {name for name, parts in plan.groups if any(len(part) > 1 for part in parts)}
         self._moments_ns = dict(moments_of(plan, table))
         self._own = OwnWork(scenario)
@@ -153,7 +145,7 @@ class _Writer:
         sequence, local_steps, is_open = list[int](), list[int | None](), list[bool]()
         for step in self._scenario.steps:
             before = self._decider.state
-            sequence.append(self._opening(self._whole(step) if self._is_quiet(step) else self._told(step)))
+            sequence.append(self._whole(step) if self._is_quiet(step) else self._told(step))
             after = self._decider.state
             local_steps.append(closed_round(before, after))
             is_open.append(after.flight is not None or after.fragment > 0)
@@ -163,18 +155,6 @@ class _Writer:
         patterns = (tuple(sequence[begin:end]) for begin, end in itertools.pairwise(sorted({0, *ends, len(sequence)})))
         blocks = ((pattern, len(list(alike))) for pattern, alike in itertools.groupby(patterns))
         return Script(found, tuple(sequence), tuple(local_steps), tuple(blocks))
-
-    def _opening(self, number: int) -> int:
-        """Return ``number``, or that of a copy whose first collectives on their communicators have ``is_first``."""
-        program = next(itertools.islice(self._programs, number, None))
-        if not self._scenario.first_exchange_ns or all(_communicator_of(join) in self._opened for join in program.joins):
-            return number
-        lines = list(program.instructions)
-        for place, line in enumerate(program.instructions):
-            if isinstance(line, Join) and _communicator_of(line) not in self._opened:
-                self._opened.add(_communicator_of(line))
-                lines[place] = replace(line, is_first=True)
-        return self._number(replace(program, instructions=tuple(lines)))
 
     def _is_quiet(self, step: int) -> bool:
         """Whether a step has only its own events: no end of an epoch or of training, and no new learning rate."""

@@ -10,44 +10,37 @@ import numpy as np
 from fleetbench.plan.operations import Operation
 from sim.arrays.event_loop import Meetings
 from sim.arrays.layout import Layout, Times, alone_ns
-from sim.arrays.supported import SHARED, Unsupported, with_those_before
+from sim.arrays.supported import SHARED, Unsupported
 from sim.arrays.transfers import Flight, Transfers
-from sim.network.links import Port
 
 
 class SharedTransfers(Transfers):
-    """Carries a collective when a rank waits for it, with all that it depends on or shares ports with."""
+    """Carries all collectives that were joined when a rank waits for one of them."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        num_blocks: int,
-        wires: Callable[[tuple[Operation, ...]], Wires],
-        together: Callable[[tuple[Operation, ...], tuple[int, ...]], frozenset[int]],
-    ) -> None:
-        """``wires`` and ``together`` are cached versions of this module's ``Wires`` and ``together``."""
+    def __init__(self, layout: Layout, num_blocks: int, wires: Callable[[tuple[Operation, ...]], Wires]) -> None:
+        """``wires`` is a cached version of this module's ``Wires``."""
         super().__init__(layout, num_blocks)
-        self._wires, self._together = wires, together
+        self._wires = wires
         self._waiting: list[tuple[Operation, Times]] = []
-        self._carried: list[tuple[Wires, Times, Times]] = []
-        """Meetings carried earlier, each meeting's end, and the latest end in each block. Meetings carried
-        later may start before it."""
+        self._carried: list[tuple[Wires, Times]] = []
+        """Meetings carried earlier, and the latest end in each block. Meetings carried later may start before it."""
 
     def begin(self, start: Times, num_ids: int) -> None:
         """See ``Transfers``."""
-        self._carry()  # collectives of this step do not share ports with those still in flight: ``meets`` checks it
+        self._carry()  # collectives of this step do not share ports with those still in flight: ``shares`` checks it
         earliest = start.min(axis=1)
         self._carried = [before for before in self._carried if (before[-1] > earliest).any()]
         super().begin(start, num_ids)
 
-    def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
+    def join(self, operation: Operation, ready: Times) -> None:
         """See ``Transfers``."""
         self._meet(operation, ready)
-        self._waiting.append((operation, ready + opens_ns))
+        self._waiting.append((operation, ready))
 
     def flights(self, after: tuple[int, ...] | None) -> list[Flight]:
         """See ``Transfers``."""
-        self._carry(after)
+        if after is None or any(operation.id in after for operation, _ in self._waiting):
+            self._carry()
         return super().flights(after)
 
     def finished(self) -> Times:
@@ -55,14 +48,9 @@ class SharedTransfers(Transfers):
         self._carry()
         return super().finished()
 
-    def _carry(self, after: tuple[int, ...] | None = None) -> None:
-        """Carry the collectives that decide when the operations ``after`` end; ``None``: carry all."""
-        if after is None:
-            chosen, self._waiting = self._waiting, []
-        else:
-            ids = self._together(tuple([operation for operation, _ in self._waiting]), after)
-            chosen = [one for one in self._waiting if one[0].id in ids]
-            self._waiting = [one for one in self._waiting if one[0].id not in ids]
+    def _carry(self) -> None:
+        """Carry the collectives that were joined since the last time."""
+        chosen, self._waiting = self._waiting, []
         if not chosen:
             return
         operations = tuple([operation for operation, _ in chosen])
@@ -71,9 +59,9 @@ class SharedTransfers(Transfers):
         ready, wires = np.concatenate(times, axis=1), self._wires(operations)
         starts, ends = wires.carry(ready.T)
         first, last = starts.min(axis=0), ends.max(axis=0)
-        if any((latest > first).any() and before.meets(wires, ended, starts) for before, ended, latest in self._carried):
+        if any((latest > first).any() and before.shares(wires) for before, latest in self._carried):
             raise Unsupported(SHARED)
-        self._carried.append((wires, ends, last))
+        self._carried.append((wires, last))
         for operation, own in zip(operations, wires.places, strict=True):
             flight = self._step[operation.id] = Flight(operation, starts[own].T, ends[own].T, self._met[operation.id][1])
             key = operation.communicator, operation.group
@@ -82,26 +70,11 @@ class SharedTransfers(Transfers):
     def _queued(self, operation: Operation, ready: Times) -> Times:
         """Return when a collective may start, as far as is known.
 
-        If a communicator carries several at once, ``meets`` compares the times later.
+        If a communicator carries several at once, ``shares`` decides later.
         """
         _, ends = self._queues.get((operation.communicator, operation.group), (None, []))
         ready = self._after(operation, ready)
         return np.maximum(ready, ends[0]) if ends and self._layout.queue_depth == 1 else ready
-
-
-def together(layout: Layout, waiting: tuple[Operation, ...], after: tuple[int, ...]) -> frozenset[int]:
-    """Return the ids of ``waiting`` operations that decide when the operations ``after`` end.
-
-    They come before one of them or share a port with one, directly or through others.
-    """
-    by_id = {operation.id: operation for operation in waiting}
-    found, size = by_id.keys() & set(after), -1
-    while len(found) > size:
-        size = len(found)
-        found = by_id.keys() & with_those_before(found, by_id)
-        ports = frozenset[Port]().union(*(layout.ports(by_id[one]) for one in found))
-        found |= {one for one, operation in by_id.items() if not ports.isdisjoint(layout.ports(operation))}
-    return frozenset(found)
 
 
 class Wires:
@@ -125,9 +98,7 @@ class Wires:
                 queues.setdefault((operation.communicator, operation.group, part), []).append(meeting)
         followers = self._followers(layout, operations, len(routes))
         self._meetings = Meetings(routes, list(queues.values()), layout.routes.links, layout.queue_depth, followers)
-        ports_of = {id(route.loads): set(route.ports) for route in routes}
-        kinds = np.asarray([id(route.loads) for route in routes])
-        self._of_kind = [(ports, np.flatnonzero(kinds == kind)) for kind, ports in ports_of.items()]
+        self._ports = {port for route in routes for port in route.ports}
 
     def _followers(self, layout: Layout, operations: Sequence[Operation], num: int) -> list[list[int]]:
         """Return the meetings that come after each: of later operations, in parts that share a rank with its part."""
@@ -141,13 +112,9 @@ class Wires:
                         found[self.places[before].start + met].append(meeting)
         return found
 
-    def meets(self, later: Wires, ends: Times, starts: Times) -> bool:
-        """Whether a meeting of ``later`` starts before one of these that shares a port with it has ended."""
-        return any(
-            not ports.isdisjoint(others) and bool((ends[own].max(axis=0) > starts[theirs].min(axis=0)).any())
-            for ports, own in self._of_kind
-            for others, theirs in later._of_kind
-        )
+    def shares(self, later: Wires) -> bool:
+        """Whether a meeting of ``later`` passes a port of one of these."""
+        return not self._ports.isdisjoint(later._ports)
 
     def carry(self, ready: Times) -> tuple[Times, Times]:
         """Return the starts and ends of all meetings on idle links, shapes ``(num_meetings, num_blocks)``.

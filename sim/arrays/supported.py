@@ -14,8 +14,8 @@ from fractions import Fraction
 from itertools import takewhile
 
 from fleetbench.plan.operations import Operation
-from sim.arrays.layout import Layout, share_ports
-from sim.arrays.program import Compute, Head, Instruction, Join, Program, Share, Wait, Work
+from sim.arrays.layout import Layout
+from sim.arrays.program import Compute, Head, Join, Program, Share, Wait, Work
 from sim.network.links import Port
 from sim.scenario import Scenario
 
@@ -35,19 +35,16 @@ def overlaps(scenario: Scenario, programs: Iterable[Program]) -> bool:
     return bool(slows) and not sequential and any(_joins_in_compute(program) or leaves_in_flight(program) for program in programs)
 
 
-def refuse_slowed(layout: Layout, programs: Iterable[Program]) -> None:
+def refuse_slowed(programs: Iterable[Program]) -> None:
     """Raise ``Unsupported`` if the array engine cannot carry collectives that compute slows.
 
-    It cannot if they start before the step's compute, may outlast the step, meet gates, or have parts that
-    share ports.
+    It cannot if they start before the step's compute, may outlast the step, or meet gates.
     """
     for program in programs:
         before_compute = takewhile(lambda line: not isinstance(line, Head), program.instructions)
         is_gated = any(isinstance(line, Wait) and line.gates for line in program.instructions)  # a rank at a gate slows nothing
         if is_gated or leaves_in_flight(program) or any(isinstance(line, Join) for line in before_compute):
             raise Unsupported(OVERLAPPED)
-        if any(share_ports(layout.ways(join.operation)) for join in program.joins):
-            raise Unsupported(SHARED)
 
 
 def shares(layout: Layout, programs: Sequence[Program]) -> bool:
@@ -62,41 +59,10 @@ def shares(layout: Layout, programs: Sequence[Program]) -> bool:
             and (layout.queue_depth > 1 or len({(join.operation.communicator, join.operation.group) for join in joins}) > 1)
         ):
             return True
-    of_group: dict[str, dict[tuple[str, bool], Operation]] = {}
-    for program in programs:
-        for join in program.joins:
-            operation = join.operation
-            of_group.setdefault(operation.group, {})[operation.kind, operation.payload == "rows"] = operation
-    for group, operations in of_group.items():
-        if _meets_itself(layout, operations.values()):
-            lines = [(program.instructions, join) for program in programs for join in program.joins if join.operation.group == group]
-            if layout.routes.links.in_flight or not all(_starts_together(layout, own, join) for own, join in lines):
-                return True
-    return False
-
-
-def _starts_together(layout: Layout, lines: Sequence[Instruction], join: Join) -> bool:
-    """Whether all parts of a collective start at once.
-
-    They do when it comes after one other collective, in which each part has met all others and which ends
-    after the last rank has joined this one. Earlier collectives of this one's group, whose parts may end at
-    different times, must have ended by then.
-    """
-    group, busy_ns = join.operation.group, join.takes_ns
-    joined = {line.operation.id: line.operation for line in lines[: lines.index(join)] if isinstance(line, Join)}
-    own = [before.id for before in joined.values() if before.group == group]
-    if own and own[-1] not in with_those_before(join.operation.after, joined):
-        return False
-    for line in reversed(lines[: lines.index(join)]):
-        if not isinstance(line, Join):
-            return False
-        before = line.operation
-        if before.id in join.operation.after:
-            is_full = before.group == group or layout.is_full(before.group, group)
-            is_later = line.holds or bool(layout.takes_ns(before).min() >= busy_ns)
-            return is_full and is_later and join.operation.after == (before.id,)
-        busy_ns += line.takes_ns
-    return False
+    of_group: dict[str, list[Operation]] = {}
+    for join in (join for program in programs for join in program.joins):
+        of_group.setdefault(join.operation.group, []).append(join.operation)
+    return any(_meets_itself(layout, operations) for operations in of_group.values())
 
 
 def most_ns(layout: Layout, programs: Iterable[Program]) -> int:
@@ -165,12 +131,11 @@ def _is_behind(layout: Layout, first: Join, second: Operation, joins: Iterable[J
     return before.id in second.after or before.id in with_those_before(second.after, {join.operation.id: join.operation for join in joins})
 
 
-def _meets_itself(layout: Layout, operations: Iterable[Operation]) -> bool:
+def _meets_itself(layout: Layout, operations: Sequence[Operation]) -> bool:
     """Whether two parts of the operations' group share a port, in any of these operations."""
-    if len(layout.groups[next(iter(operations)).group].parts) == 1:
-        return False
-    ports: list[set[Port]] = [set() for _ in layout.groups[next(iter(operations)).group].parts]
-    for operation in operations:
+    ports: list[set[Port]] = [set() for _ in layout.groups[operations[0].group].parts]
+    kinds = {(operation.kind, operation.payload == "rows"): operation for operation in operations}
+    for operation in kinds.values():
         for own, route in zip(ports, layout.ways(operation), strict=True):
             own.update(route.ports)
     return len(set[Port]().union(*ports)) < sum(map(len, ports))

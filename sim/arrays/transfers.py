@@ -57,9 +57,9 @@ class Transfers:
         self._before = {other: flight for other, flight in earlier.items() if (flight.end > earliest).any()}
         self._step, self._met = {}, {}
 
-    def join(self, operation: Operation, ready: Times, opens_ns: int = 0) -> None:
-        """Let each part's last rank join at ``ready``; opening connections then takes ``opens_ns``."""
-        met, ready = self._meet(operation, ready), self._after(operation, ready + opens_ns)
+    def join(self, operation: Operation, ready: Times) -> None:
+        """Let each part's last rank join at ``ready``."""
+        met, ready = self._meet(operation, ready), self._after(operation, ready)
         depth, key = self._layout.queue_depth, (operation.communicator, operation.group)
         started, ends = self._queues.get(key, (None, []))
         start = ready if started is None else np.maximum(ready, started)

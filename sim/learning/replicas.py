@@ -20,7 +20,7 @@ from fleetbench.plan.groups import Parts
 from fleetbench.plan.operations import COLLECTIVES, Operation
 from fleetbench.workload import OPTIMIZER_STATE, Workload
 from fleetbench.workloads.training import make_optimizer
-from sim.learning.gradients import CACHE_NBYTES, Arguments, Tensors, Way
+from sim.learning.gradients import Arguments, Tensors, Way
 
 
 class Replicas:
@@ -43,7 +43,6 @@ class Replicas:
         self._snapshot = {} if self.shares else {name: value.detach()[:1].clone() for name, value in self.parameters.items()}
         self._gradients: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
-        self._under_way: dict[tuple[str, int], tuple[Tensors, int]] = {}
         self._arrived: dict[tuple[str, int], Tensors] = {}
         self._velocity: dict[str, torch.Tensor] = {}
         self._mean_buffers: dict[str, torch.Tensor] = {}
@@ -96,9 +95,6 @@ class Replicas:
 
     def _update(self, gradients: Tensors) -> None:
         rate = self._rate * self._combination.lr_scale
-        if self._workload.optimizer == "sgd" and not self._workload.weight_decay:  # in a fraction of the time of the optimizer's own step
-            torch._foreach_add_(self._values, gradients, alpha=-rate)
-            return
         self._optimizer.param_groups[0]["lr"] = rate
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
@@ -148,24 +144,19 @@ class Replicas:
             self._arrive(payload, bucket, [_means(value, self._plan.parts["inner"]) for value in self._cargo(payload, names)])
             return
         if is_plain(chain, self._plan.buckets[bucket].dtype) or payload == "rows":
-            if payload == "delta":
-                self._arrive(payload, bucket, [_mean_difference(self.parameters[name], self._snapshot[name]) for name in names])
-            else:
-                self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
+            self._arrive(payload, bucket, [value.mean(0, keepdim=True) for value in self._cargo(payload, names)])
             return
+        if (operation.kind, operation.group) != (chain[0].kind, chain[0].group):
+            return  # the first of a chain has carried it to its end
         wire = getattr(torch, operation.wire_dtype or self._plan.buckets[bucket].dtype)
-        carried, done = self._under_way.pop((payload, bucket), (None, 0))
-        if carried is None:
-            rows = [value.expand(self.trainers, *value.shape[1:]) for value in self._cargo(payload, names)]
-            carried = [(value / self._plan.num_summed(chain)).to(wire) for value in rows]
+        rows = [value.expand(self.trainers, *value.shape[1:]) for value in self._cargo(payload, names)]
+        carried = [(value / self._plan.num_summed(chain)).to(wire) for value in rows]
         for value in carried:
-            _exchange(value, operation.kind, self._plan.parts[operation.group])
-        if done + 1 < len(chain):
-            self._under_way[payload, bucket] = carried, done + 1
-        else:
-            like = next(iter(self.parameters.values())).dtype
-            alike = payload != "gradient" or self._combination.worker_trainers == 1  # all trainers have the same values now
-            self._arrive(payload, bucket, [(value[:1] if alike else value).to(like) for value in carried])
+            for one in chain:
+                _exchange(value, one.kind, self._plan.parts[one.group])
+        like = next(iter(self.parameters.values())).dtype
+        alike = payload != "gradient" or self._combination.worker_trainers == 1  # all trainers have the same values now
+        self._arrive(payload, bucket, [(value[:1] if alike else value).to(like) for value in carried])
 
     def _cargo(self, payload: str, names: Sequence[str]) -> Tensors:
         if payload == "delta":
@@ -243,15 +234,6 @@ def expected_bytes(model: nn.Module, workload: Workload, plan: Plan, combination
 
 def _stacked(value: torch.Tensor, members: int) -> torch.Tensor:
     return value.detach().expand(members, *value.shape).clone()
-
-
-def _mean_difference(values: torch.Tensor, snapshot: torch.Tensor) -> torch.Tensor:
-    """Return the mean over trainers of ``values - snapshot``, ``(1, ...)``.
-
-    It is computed in parts that fit into a cache.
-    """
-    sums = [(part - snapshot).sum(0) for part in values.split(max(1, CACHE_NBYTES // 8 // snapshot.nbytes))]
-    return torch.stack(sums).sum(0, keepdim=True).div_(len(values))
 
 
 def _means(value: torch.Tensor, parts: Parts) -> torch.Tensor:

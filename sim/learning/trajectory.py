@@ -10,13 +10,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from fleetbench.cluster import Cluster
-from fleetbench.config import decode, encode
+from fleetbench.config import encode
 from fleetbench.declared import learning_rate
 from fleetbench.digests import digest_of, json_digest
 from fleetbench.errors import ConfigError
@@ -25,7 +24,7 @@ from fleetbench.fields import named
 from fleetbench.plan.servers.rules import SERVED
 from fleetbench.store import versions
 from fleetbench.support import WORKLOAD, refuse_unexecuted
-from fleetbench.target import HITS_IN_A_ROW, Crossing, crossing
+from fleetbench.target import Crossing, crossing
 from fleetbench.workload import LAYERS, Workload
 from sim.servers.actor import Order
 
@@ -123,27 +122,6 @@ class Trajectory:
     def crossing(self, target: float | None) -> Crossing | None:
         """Return the point at which the held-out loss reaches ``target``; ``None`` if it does not."""
         return crossing(self.held_out, target)
-
-    @property
-    def lowest(self) -> float | None:
-        """Lowest target that the held-out loss reaches; ``None`` with fewer than three evaluations."""
-        losses = [loss for _, loss in self.held_out]
-        return min((max(losses[first : first + HITS_IN_A_ROW]) for first in range(len(losses) - HITS_IN_A_ROW + 1)), default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the trajectory as plain data, without ``losses``."""
-        data = dataclasses.asdict(dataclasses.replace(self, losses=np.empty(0))) | {"workload": encode(self.workload)}
-        del data["losses"]
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], losses: npt.NDArray[np.float64]) -> Self:
-        """Return the trajectory from the result of ``to_dict``, which may have gone through JSON."""
-        observed = {name: {int(step): value for step, value in values.items()} for name, values in data["observed"].items()}
-        held_out = tuple((step, loss) for step, loss in data["held_out"])
-        workload = decode(data["workload"], Workload, "workload")
-        changed = {"workload": workload, "observed": observed, "held_out": held_out, "local_steps": tuple(data["local_steps"])}
-        return cls(**{**data, **changed, "losses": losses})
 
 
 Learn = Callable[[Experiment], Trajectory]

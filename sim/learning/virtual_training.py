@@ -1,18 +1,15 @@
-"""Training without a clock: the protocol of ``fleetbench.plan.drive`` over all replicas, and a store of results."""
+"""Training without a clock: the protocol of ``fleetbench.plan.drive`` over all replicas."""
 
 import contextlib
 import dataclasses
-import json
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 
-from fleetbench.digests import MANIFEST, read_manifest, reading
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.combination import Combination
@@ -23,11 +20,10 @@ from fleetbench.plan.replay import Decider
 from fleetbench.plan.state import closed_round
 from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds, counted
-from fleetbench.store import new_folder, new_run_id
 from fleetbench.target import crossing
 from fleetbench.workload import OPTIMIZER_STATE
 from fleetbench.workloads.training import refuse_dense_optimizer, sparse_weights
-from sim.learning.gradients import CACHE_NBYTES, Chosen, Problem, fastest
+from sim.learning.gradients import Chosen, Problem, fastest
 from sim.learning.prepared import Look, Prepared, Progress, Say, densely, free_bytes, never, one_thread, refuse_beyond
 from sim.learning.replicas import Replicas, expected_bytes, sharing
 from sim.learning.served import Played, ServedReplay
@@ -121,10 +117,7 @@ class VirtualTraining:
         in_loop = expected_bytes(problem.model, workload, plan, what) + activations
         if wanted is None and in_loop > free_bytes(device):
             device = "cpu"
-        fitting = CACHE_NBYTES // (activations + 2 * sum(value.nbytes for value in problem.model.parameters()))
-        parts = 1 if problem.averages or device != "cpu" else problem.trainers // max(1, fitting)
-        together = problem.trainers if parts < 5 else problem.trainers // parts + 1  # a few parts gain nothing
-        at_once = in_loop + activations * (together - 1)
+        at_once = in_loop + activations * (problem.trainers - 1)
         refuse_beyond(problem.trainers, at_once if wanted == "graph" else in_loop)
         taken, most = in_loop / 1e6, at_once / 1e6
         say(f"{counted(problem.trainers, 'virtual trainer')} take {taken:.3g} MB, or {most:.3g} MB where many compute at once")
@@ -132,9 +125,9 @@ class VirtualTraining:
         self.replicas = Replicas(problem.model, workload, plan, what)
         arguments = self.replicas.arguments(inputs, labels, self._loss_scale)
         if wanted is None:
-            chosen = fastest(problem, arguments, workload.steps, together, may_stack=at_once <= free_bytes(device))
+            chosen = fastest(problem, arguments, workload.steps, may_stack=at_once <= free_bytes(device))
         else:
-            chosen = Chosen(problem.loop if wanted == "loop" else problem.graph(*arguments, together=together), wanted, 0.0)
+            chosen = Chosen(problem.loop if wanted == "loop" else problem.graph(*arguments), wanted, 0.0)
         self._way, self.way = chosen.way, chosen.name if device == "cpu" else f"{chosen.name} on {device}"
         self.num_bytes = at_once if chosen.name == "graph" else in_loop
 
@@ -221,43 +214,3 @@ def _plan(experiment: Experiment, model: nn.Module) -> Plan:
         buffers_nbytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
     return build_plan(experiment.strategy, gradients, setting)
-
-
-FOLDER = "learnt"
-_HINT = "remove this folder: the virtual trainers then train again"
-
-
-class Trajectories:
-    """Store of trajectories, which trains only experiments whose trajectory it does not have yet."""
-
-    def __init__(self, root: Path, say: Say) -> None:
-        """``root`` is the folder of ``--out``."""
-        self._root = root / FOLDER
-        self._say = say
-        self._known: dict[str, Trajectory] = {}
-
-    def of(self, experiment: Experiment, progress: Progress | None = None) -> Trajectory:
-        """Return the trajectory of the experiment's trainers.
-
-        Raises ``ConfigError`` for options that virtual trainers do not support.
-        """
-        played = Played.of(experiment) if experiment.strategy.mode == "ps" else None
-        key = key_of(experiment, None if played is None else played.order)
-        if key not in self._known:
-            found = next((path.parent for path in self._root.glob(f"*-{key}-*/{MANIFEST}")), None)
-            self._known[key] = self._trained(experiment, played, progress) if found is None else _read(found)
-        return self._known[key]
-
-    def _trained(self, experiment: Experiment, played: Played | None, progress: Progress | None) -> Trajectory:
-        found = train(experiment, progress, say=self._say, played=played)
-        with new_folder(learnt_from(experiment), "trajectory", self._root, f"{found.key}-{new_run_id()}") as (folder, _manifest):
-            pd.DataFrame(found.losses, columns=[str(rank) for rank in range(found.losses.shape[1])]).to_parquet(folder / "losses.parquet")
-            (folder / "trajectory.json").write_text(json.dumps(found.to_dict()), encoding="utf-8")
-        return found
-
-
-def _read(folder: Path) -> Trajectory:
-    read_manifest(folder, _HINT)
-    with reading(folder, _HINT):
-        losses = pd.read_parquet(folder / "losses.parquet").to_numpy()
-        return Trajectory.from_dict(json.loads((folder / "trajectory.json").read_text(encoding="utf-8")), losses)

@@ -13,7 +13,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Literal, TypeVar, get_args
 
 from fleetbench.children import end_with_parent
@@ -87,35 +86,25 @@ def run_all(
         EnvironmentLacks: a process was killed, or there is no Ray. Otherwise what ``function`` raises, and of
             our own errors that of the first failing item, as in a loop.
     """
-    if not items:
-        return []
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number, tell = min(usable if processes is None else processes, len(items)), progress or (lambda *_: None)
-    run: Callable[[Callable[[Item], Result], Sequence[Call[Item]]], Generator[Part[Result]]]
+    number, tell = usable if processes is None else processes, progress or (lambda *_: None)
     with started(on):
+        number = on_ray.num_cpus() if on == "ray" else number
+        size = max(1, len(items) // (_PARTS * number))
+        calls = [*zip(items, labels or [""] * len(items), strict=True)]
+        parts = [calls[first : first + size] for first in range(0, len(calls), size)]
         if on == "ray":
-            number = on_ray.num_cpus()
-            run = partial(on_ray.results, _called)
+            results: Generator[list[Result]] = on_ray.results(_called, function, parts)
         elif number > 1 and len(items) >= _WORTH_A_PROCESS:
-            run = partial(_by_forks, number)
+            results = _by_forks(min(number, len(parts)), function, parts)
         else:
-            number, run = len(items), _here
-        # every so manieth item, because neighbours in a sweep take about as long as each other
-        parts = [range(first, len(items), count) for count in [min(len(items), _PARTS * number)] for first in range(count)]
-        calls = [([items[index] for index in part], [labels[index] for index in part if labels]) for part in parts]
-        found, failed, done = dict[int, Result](), dict[int, FleetbenchError](), 0
-        results: Generator[Part[Result]] = run(function, calls)
+            results = (_called(function, part) for part in parts)
+        found = list[Result]()
         with closing(results):
-            for part, (own, error) in zip(parts, results, strict=True):
-                found |= zip(part, own, strict=False)
-                if error is not None:
-                    failed[part[len(own)]] = error
-                if failed and min(failed) <= part[0]:  # later parts begin behind it
-                    break
-                tell(done := done + len(part), len(items))
-    if failed:
-        raise failed[min(failed)]
-    return [found[index] for index in range(len(items))]
+            for own in results:
+                found += own
+                tell(len(found), len(items))
+    return found
 
 
 def started(on: Where) -> AbstractContextManager[None]:
@@ -128,29 +117,16 @@ def started(on: Where) -> AbstractContextManager[None]:
     return on_ray.connected() if on == "ray" else nullcontext()
 
 
-Call = tuple[list[Item], list[str]]  # the items of one part, and their labels, if they have any
-Part = tuple[list[Result], FleetbenchError | None]  # the results of one part, up to its first error
-
-
-def _called(function: Callable[[Item], Result], call: Call[Item]) -> Part[Result]:
+def _called(function: Callable[[Item], Result], part: Sequence[tuple[Item, str]]) -> list[Result]:
     """Call the function with the items of one part."""
     found = list[Result]()
-    try:
-        for item, label in zip(call[0], call[1] or repeat(""), strict=False):
-            with naming(label):
-                found.append(function(item))
-    except FleetbenchError as error:
-        return found, error
-    return found, None
+    for item, label in part:
+        with naming(label):
+            found.append(function(item))
+    return found
 
 
-def _here(function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[Part[Result]]:
-    """Call in this process."""
-    for call in calls:
-        yield _called(function, call)
-
-
-def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[Call[Item]]) -> Generator[Part[Result]]:
+def _by_forks(number: int, function: Callable[[Item], Result], parts: Sequence[Sequence[tuple[Item, str]]]) -> Generator[list[Result]]:
     """Call in ``number`` processes.
 
     All processes are killed at the end, also after Ctrl-C, because they hold nothing worth keeping.
@@ -158,9 +134,9 @@ def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[C
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
     try:
-        with warnings.catch_warnings(), _later(signal.SIGINT, signal.SIGTERM):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the forks use no thread
-            futures = [pool.submit(_called, function, call) for call in calls]
+            futures = [pool.submit(_called, function, part) for part in parts]
         for future in futures:
             yield future.result()
     except BrokenProcessPool:
@@ -173,18 +149,9 @@ def _by_forks(number: int, function: Callable[[Item], Result], calls: Sequence[C
         pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _later(*signals: signal.Signals) -> Iterator[None]:
-    """Block ``signals`` here and in forks made here: a fork's hooks would lose an exception of their handlers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _begin(parent: int) -> None:
-    """Set up a worker: it ends with its parent, and stays quiet because the parent has shown all warnings."""
+    """Set up a worker: it ends with its parent, which also handles Ctrl-C, and stays quiet as to warnings."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     warnings.simplefilter("ignore")
 

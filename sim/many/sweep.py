@@ -31,8 +31,6 @@ COLUMNS = tuple(_COLUMNS.split())
 PER_TRAINER = ("tokens_per_s", "mfu", "memory_bytes")
 """Columns after ``COLUMNS``: figures per trainer, ``None`` if unknown."""
 MOST_POINTS = 100_000
-_NOTICED = 1.1
-"""Ratio of the most to the fewest steps to one loss, above which the values of a key count as different."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 _USAGE = "--sweep cluster.nodes=1,2,4,8 takes each in turn; 1..8 stands for 1,2,3,4,5,6,7,8; no value has a comma"
 
@@ -71,8 +69,7 @@ class Sweep:
     """One row per point: a column for each key with its resolved values, then ``COLUMNS`` and
     ``PER_TRAINER``."""
     note: str | None = None
-    """Warning that the losses do not distinguish the values, or that a training diverged; ``None``
-    otherwise."""
+    """Warning that a training diverged; ``None`` otherwise."""
 
 
 def sweep(
@@ -126,30 +123,14 @@ def sweep(
         for point, job, summary in zip(points, jobs, found, strict=True)
     ]
     learnt = {value: job.learnt for (value, *_), job in zip(points, jobs, strict=True) if job.learnt is not None}
-    note = _indistinct(read[0].key, learnt) if len(read) == 1 else None
+    note = _diverged(read[0].key, learnt) if len(read) == 1 else None
     return Sweep(name=jobs[0].experiment.name, axes=tuple(read), table=pd.DataFrame(rows), note=note)
 
 
-def _indistinct(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
-    """Return a warning if a training diverged or if all values of K need about as many steps, else ``None``.
-
-    Steps count up to the lowest loss that all trainings reach at three evaluations in a row.
-    """
-    if diverged := [value for value, one in learnt.items() if not math.isfinite(one.final_loss)]:
-        return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr"
-    best = [one.lowest for one in learnt.values()]
-    if not key.endswith("k_steps") or len(best) < 2 or None in best:
-        return None
-    target = max(loss for loss in best if loss is not None)
-    steps = {value: found.step if (found := one.crossing(target)) else math.inf for value, one in learnt.items()}
-    fewest, most = min(steps.values()), max(steps.values())
-    if most > _NOTICED * fewest:
-        return None
-    return (
-        f"this workload does not notice {key}: at all values the held-out loss is {target:.4g} after {fewest} to {most} steps; "
-        f"the best value here says nothing about other workloads. {key} matters with noisy labels, "
-        "or where trainers' data differ (workload.unlike_data)"
-    )
+def _diverged(key: str, learnt: Mapping[str, Trajectory]) -> str | None:
+    """Return a warning if a training diverged, else ``None``."""
+    diverged = [value for value, one in learnt.items() if not math.isfinite(one.final_loss)]
+    return f"the held-out loss is not finite where {key} is {', '.join(diverged)}: set a lower workload.lr" if diverged else None
 
 
 def _value(experiment: Experiment, key: str, text: str) -> Any:

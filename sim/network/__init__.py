@@ -2,7 +2,7 @@
 
 - ``links``: a cluster's ports, their rates and latencies, and the hop from one rank to another;
 - ``work``: the sum of an algorithm's messages: a latency, a transfer time and traffic on every port;
-- ``algorithms``: the messages of ring, halving-doubling and trees; ``gloo`` and ``nccl``: models of what
+- ``algorithms``: the messages of rings and of a binomial tree; ``gloo`` and ``nccl``: models of what
   these libraries do instead;
 - ``measured``: collectives whose times were measured;
 - ``turns``: how collectives that are in flight together take the ports that they have in common;

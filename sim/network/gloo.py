@@ -27,7 +27,7 @@ from fleetbench.plan.longest_chain import Pace
 from fleetbench.plan.operations import Collective
 from fleetbench.quantities import MIB
 from sim.clock import half_up
-from sim.network.algorithms import Ranks, ring, tree
+from sim.network.algorithms import Ranks, binomial, ring
 from sim.network.links import Links
 from sim.network.turns import Turn, Window, taken_in_turns
 from sim.network.work import Cost, Route, Work
@@ -115,7 +115,7 @@ def gloo(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) ->
     if kind in ("all_reduce", "reduce_scatter"):
         return SegmentedRing(ranks, links)
     if kind == "broadcast":
-        return tree(kind, ranks, links)
+        return Work(links).rounds(binomial(ranks))
     if kind == "reduce":
         to_root = [(rank, ranks[0]) for rank in ranks[1:]]
         return ring("reduce_scatter", ranks, links).rounds([(Fraction(1, len(ranks)), to_root)])

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from fleetbench.experiment import Experiment
 from fleetbench.plan.operations import Collective, Operation
-from sim.network.algorithms import ALGORITHMS, Ranks, ring
+from sim.network.algorithms import Ranks, ring
 from sim.network.gloo import SegmentedRing, gloo
 from sim.network.links import Links
 from sim.network.measured import Measured, MeasuredNccl
@@ -28,16 +28,13 @@ class Routes:
         self.links = links
         self._ways: dict[tuple[str, bool, tuple[int, ...], int], Way] = {}
         self._known: dict[tuple[object, ...], Route] = {}
-        wide = [link for site in links.sites for link in (site.up, site.down)]
-        used = (links.intra, links.inter, *links.intra_of.values(), *links.inter_of.values(), *wide)
-        self._by_communicator = any(link is not None and (link.flow_limit is not None or link.loss) for link in used)
         self._quantise_ns = Fraction(0 if links.measured is None else links.measured.quantise, 10**6)
         """Time in ns to quantise a byte to INT8 and back."""
 
     def of(self, operation: Operation, ranks: tuple[int, ...]) -> Route:
         """Return the route of ``operation`` among ``ranks``; the first rank is the root."""
         kind, rows = operation.kind, operation.payload == "rows"
-        key = (kind, rows, ranks, operation.communicator if self._by_communicator else 0)
+        key = (kind, rows, ranks, operation.communicator)
         sized = (*key, operation.nbytes, operation.wire_dtype)
         if sized not in self._known:
             if key not in self._ways:
@@ -64,7 +61,7 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
         if not rows and any(one.kind == kind for one in links.declared):
             return MeasuredNccl(kind, ranks, links)
         return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
-    return ALGORITHMS[name](kind, ranks, links, rows=rows)
+    return ring(kind, ranks, links, rows=rows)
 
 
 def broadcast_ns(experiment: Experiment, nbytes: int) -> int:

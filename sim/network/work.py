@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import starmap
 
-from fleetbench.plan.longest_chain import Message, Pace, around_ring, envelope, is_chain, through_rounds
+from fleetbench.plan.longest_chain import Message, Pace, around_ring, envelope, through_rounds
 from sim.clock import half_up
 from sim.network.links import Hop, Links, Port
 from sim.network.turns import Turn, Window, taken_in_turns
@@ -80,9 +80,9 @@ class Work:
         self._loads: dict[Fraction | None, tuple[tuple[Port, ...], tuple[Fraction, ...]]] = {}
 
     def rounds(self, rounds: Iterable[Round]) -> Work:
-        """Add rounds of messages, in which each rank waits for its own messages only."""
-        paced = [self._paced(share, pairs) for share, pairs in rounds if pairs]
-        if all(len({pace for _, _, pace in messages}) == 1 for messages in paced) and is_chain(paced):
+        """Add rounds of messages, in which each rank waits for its own messages only, and the first in every round."""
+        paced = [self._paced(share, pairs) for share, pairs in rounds]
+        if all(len({pace for _, _, pace in messages}) == 1 for messages in paced):
             self._phases += [((messages[0][2],), 1) for messages in paced]
         else:
             self._phases.append((envelope(through_rounds(paced)), len(paced)))

@@ -27,7 +27,7 @@ def execute(scenario: Scenario, wanted: Wanted, step_done: Callable[[int], None]
     several = any(operation.communicator for operation in plan.exchange)
     spans = Spans(wanted.most_spans, several=several) if wanted.most_spans else None
     network, tell = Network(clock, scenario.links, computing), None if spans is None else spans.carry
-    collectives = Collectives(clock, network, plan.queue_depth, tell, scenario.first_exchange_ns)
+    collectives = Collectives(clock, network, plan.queue_depth, tell)
     deciders = [
         Decider.start(scenario.strategy, rank, record=wanted.recordings, first_step=scenario.steps.start) for rank in range(plan.trainers)
     ]

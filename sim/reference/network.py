@@ -212,11 +212,8 @@ class Collectives:
     triggers one event for all ranks.
     """
 
-    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1, tell: Tell | None = None, first_ns: int = 0) -> None:
-        """``first_ns``: delay of the first collective on each communicator, for each part."""
+    def __init__(self, clock: Clock, network: Network, queue_depth: int = 1, tell: Tell | None = None) -> None:
         self._tell = tell
-        self._first_ns = first_ns
-        self._opened: set[tuple[int, str, int]] = set()
         self._clock = clock
         self._network = network
         self._queue_depth = queue_depth
@@ -235,10 +232,6 @@ class Collectives:
         if meeting.absent == 0:
             meeting.met_ns = self._clock.now
             meeting.waits.update((other.end, None) for other in meeting.after)
-            opened = operation.communicator, operation.group, part[0]
-            if self._first_ns and opened not in self._opened:
-                self._opened.add(opened)
-                meeting.waits[self._clock.timeout(self._first_ns)] = None
             del self._meetings[key]
             queue = self._queues.setdefault((operation.communicator, part), _Queue())
             if queue.last is not None and not queue.last.start.triggered:

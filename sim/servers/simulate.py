@@ -37,7 +37,7 @@ WHO = "the simulator of parameter servers"
 CLUSTER = frozenset(
     f"cluster.{name}"
     for name in ("nodes", "trainers_per_node", "servers", "server_placement", "intra", "inter", "cores_per_node", "gpu", "stragglers")
-) | {"cluster.collective", "cluster.host_bandwidth", "cluster.first_exchange"}
+) | {"cluster.collective", "cluster.host_bandwidth"}
 _ROWS_ALIKE = (
     "which rows steps touch is not drawn: those of several steps are counted as if all rows were alike, which is too many where few "
     "rows are frequent, as in a text; what is sent comes out too large"

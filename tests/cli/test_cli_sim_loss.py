@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_loss_trains_before_it_simulates(command: Callable, path: Path, tmp_path: Path) -> None:
-    """The summary says from whom its losses are, the table has them, stderr what memory they take; the second time nothing trains."""
+    """The summary says from whom its losses are, the table has them, stderr what memory they take."""
     learnt = train(profiled_experiment(tmp_path))
     ended = command("sim", path, "--loss", "--json", "--out", tmp_path / "runs")
     summary = json.loads(ended.out)
@@ -35,7 +35,6 @@ def test_loss_trains_before_it_simulates(command: Callable, path: Path, tmp_path
     again = command("sim", path, "--loss", "--out", tmp_path / "runs")
     assert "losses (simulated): from virtual trainers" in again.out
     assert "profiled: 2 trainers, 40 steps, target loss 0.5 ┏" in " ".join(again.out.split())
-    assert "virtual trainers take" not in again.err
     assert command("sim", path, "--json", "--out", tmp_path / "runs").out.count('"final_loss": null') == 1
 
 
@@ -54,7 +53,7 @@ def test_loss_over_seeds_has_an_interval_and_counts_arrivals(command: Callable, 
 
 @pytest.mark.slow
 def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Path) -> None:
-    """Asynchronous trainers have losses and staleness, in one run and over seeds; the second time nothing trains."""
+    """Asynchronous trainers have losses and staleness, in one run and over seeds."""
     inter = "cluster.inter={ bandwidth = '1 Gbit/s', latency = '20 us' }"
     changes = ("strategy.mode=ps", "strategy.a_sync=true", "strategy.a_sync_configs.k_steps=0", "cluster.servers=1", inter)
     asked = ("sim", path, "--loss", "--json", "--out", tmp_path / "runs", *(word for change in changes for word in ("--set", change)))
@@ -68,7 +67,6 @@ def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Pa
     data = json.loads(command(*asked, "--seeds", "2").out)
     assert data["summaries"][0]["final_loss"] == summary["final_loss"]
     assert data["intervals"]["final_loss"]["std"] > 0
-    assert "virtual trainers take" not in command(*asked, "--seeds", "2").err
 
 
 @pytest.mark.slow

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.groups import queue_depth
-from fleetbench.plan.layers import Gradient, Layer, LayerTable, declared_table
+from fleetbench.plan.layers import Gradient, declared_table
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from resnet50 import resnet50_gradients
@@ -41,14 +39,6 @@ def test_one_bucket_is_in_flight_over_all_communicators() -> None:
     assert plan(5, 2, one_in_flight=True).leaves == (4,)
 
 
-@pytest.mark.parametrize("communicators", [1, 2, 3])
-def test_a_communicator_is_a_queue(communicators: int) -> None:
-    """Without it nothing orders all-reduces but the queue of their communicator, and the update waits for each."""
-    free = plan(5, communicators, one_in_flight=False)
-    assert [operation.after for operation in free.exchange] == [()] * 5
-    assert free.leaves == (0, 1, 2, 3, 4)
-
-
 def test_a_queue_is_as_deep_as_the_backend_lets_it() -> None:
     """Two on gloo, one on NCCL and on whatever else there is; a plan says it, and its digest tells it."""
     assert (queue_depth("gloo"), queue_depth("nccl"), queue_depth("deferred")) == (2, 1, 1)
@@ -61,13 +51,6 @@ def test_a_queue_is_as_deep_as_the_backend_lets_it() -> None:
     assert Plan.from_dict(written) == plans[0]
 
 
-def test_one_trainer_has_nothing_to_exchange() -> None:
-    """A world of one makes buckets and no operations."""
-    alone = plan(3, 2, one_in_flight=True, trainers=1)
-    assert len(alone.buckets) == 3
-    assert alone.exchange == ()
-
-
 def test_a_plan_survives_json_and_keeps_its_digest() -> None:
     """``plan.json`` gives the same plan back, on any machine, groups and all."""
     strategy = DistributedStrategy(nccl_comm_num=2, use_hierarchical_allreduce=True, fp16_allreduce=True)
@@ -78,46 +61,6 @@ def test_a_plan_survives_json_and_keeps_its_digest() -> None:
     assert again == original
     assert again.digest == original.digest
     assert len(original.digest) == 16
-
-
-def test_the_digest_tells_plans_apart() -> None:
-    """Size of the world, buckets, communicators, groups, wire types, optimizer state and statistics all count."""
-    strategy = DistributedStrategy(fuse_grad_size_in_MB=1)
-    averaging = strategy.replace(localsgd=True, localsgd_configs={"momentum": "average", "buffers": "average"})
-    four = Setting(trainers=4, trainers_per_node=2)
-    plans = [
-        build_plan(strategy, gradients(4), four),
-        build_plan(strategy, gradients(4), Setting(trainers=2, trainers_per_node=2)),
-        build_plan(strategy, gradients(5), four),
-        build_plan(strategy.replace(nccl_comm_num=2), gradients(4), four),
-        build_plan(strategy.replace(fuse_grad_size_in_MB=2), gradients(4), four),
-        build_plan(strategy.replace(use_hierarchical_allreduce=True), gradients(4), four),
-        build_plan(strategy.replace(use_hierarchical_allreduce=True, hierarchical_variant="reduce_scatter"), gradients(4), four),
-        build_plan(strategy.replace(fp16_allreduce=True), gradients(4), four),
-        build_plan(strategy.replace(bf16_allreduce=True), gradients(4), four),
-        build_plan(averaging, gradients(4), Setting(trainers=4, num_state_slots=1)),
-        build_plan(averaging, gradients(4), Setting(trainers=4, num_state_slots=2)),
-        build_plan(averaging, gradients(4), Setting(trainers=4, num_state_slots=1, buffers_nbytes=8)),
-    ]
-    assert len({plan.digest for plan in plans}) == len(plans)
-
-
-def test_state_and_statistics_that_nobody_averages_are_in_no_plan() -> None:
-    """What the optimizer keeps, and batch norm's statistics, travel only where Local SGD averages them, or rank 0 sends these."""
-    plain = Setting(trainers=4)
-    rich = Setting(trainers=4, num_state_slots=2, buffers_nbytes=8)
-    for fields in ({"broadcast_buffers": False}, {"localsgd": True}):
-        strategy = DistributedStrategy(**fields)
-        assert build_plan(strategy, gradients(4), rich) == build_plan(strategy, gradients(4), plain)
-
-
-def test_a_field_that_changes_nothing_gives_an_equal_plan() -> None:
-    """Two sizes that fuse alike are one plan, which a search need not simulate twice; trainers per node count in a hierarchy only."""
-    plans = [
-        build_plan(DistributedStrategy(fuse_grad_size_in_MB=size), gradients(4), Setting(trainers=4, trainers_per_node=per_node))
-        for size, per_node in ((16, 1), (32, 1), (32, 2))
-    ]
-    assert len({plan.digest for plan in plans}) == 1
 
 
 def test_a_declared_table_is_ready_layer_by_layer_from_the_back() -> None:
@@ -136,22 +79,3 @@ def test_a_declared_table_is_ready_layer_by_layer_from_the_back() -> None:
         ("block0.weight", 8_000_000, 160),
         ("in.weight", 10_005_000, 80),
     ]
-
-
-def test_gradients_ready_together_keep_the_order_of_the_backward() -> None:
-    """Ties are broken as a backward runs: last layer first, and within it the last parameter first."""
-
-    def layer(name: str, *ready: int) -> Layer:
-        members = tuple(Gradient(name=f"{name}.p{index}", numel=1, ready=Nanoseconds(at)) for index, at in enumerate(ready))
-        return Layer(name=name, gradients=members, forward=Nanoseconds(1), backward=Nanoseconds(1))
-
-    table = LayerTable(key="k", layers=(layer("a", 5, 5), layer("b", 5, 3)))
-    assert [gradient.name for gradient in table.by_readiness()] == ["b.p1", "b.p0", "a.p1", "a.p0"]
-
-
-def test_a_gradient_of_an_unknown_type_is_refused() -> None:
-    """Without the size of its type a gradient has no size."""
-    with pytest.raises(ConfigError, match="float8"):
-        Gradient(name="a", numel=1, dtype="float8", ready=Nanoseconds(0))
-    with pytest.raises(ConfigError, match="negative"):
-        Gradient(name="a", numel=-1, ready=Nanoseconds(0))

@@ -12,7 +12,6 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.exchange import lay_out
 from fleetbench.plan.fusion import Bucket
-from fleetbench.plan.groups import Parts, hierarchy_of, part_of
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operation, wire_bytes
 from fleetbench.quantities import Nanoseconds
@@ -33,45 +32,6 @@ def plan(gradients: list[Gradient], trainers: int = 8, trainers_per_node: int = 
     return build_plan(strategy, gradients, Setting(trainers=trainers, trainers_per_node=trainers_per_node))
 
 
-TWO_BY_FOUR: dict[str, Parts] = {  # two nodes of four trainers, by hand
-    "world": ((0, 1, 2, 3, 4, 5, 6, 7),),
-    "inner": ((0, 1, 2, 3), (4, 5, 6, 7)),
-    "leaders": ((0, 4),),
-    "outer": ((0, 4), (1, 5), (2, 6), (3, 7)),
-}
-
-
-@pytest.mark.parametrize("fields", [LEADER, SCATTER], ids=["leader", "reduce_scatter"])
-def test_the_groups_of_two_nodes_of_four(fields: dict[str, Any]) -> None:
-    """Inner id is the rank mod 4, outer id the rank over 4; also where four is said, and the cluster has another number."""
-    assert plan(dense(10), **fields).parts == TWO_BY_FOUR
-    assert plan(dense(10), trainers_per_node=2, hierarchical_inner_ranks=4, **fields).parts == TWO_BY_FOUR
-    assert plan(dense(10)).parts == {"world": TWO_BY_FOUR["world"]}
-
-
-def test_three_nodes_of_two() -> None:
-    """By hand, with numbers that are no powers of two."""
-    assert hierarchy_of(6, 2) == {
-        "inner": ((0, 1), (2, 3), (4, 5)),
-        "leaders": ((0, 2, 4),),
-        "outer": ((0, 2, 4), (1, 3, 5)),
-    }
-
-
-@given(inner=st.integers(2, 6), nodes=st.integers(2, 6))
-def test_groups_are_partitions(inner: int, nodes: int) -> None:
-    """Every rank is in one part of ``inner`` and of ``outer``, and their parts meet in one rank; leaders are the first of each node."""
-    world = inner * nodes
-    groups = hierarchy_of(world, inner)
-    for name, size in (("inner", inner), ("outer", nodes)):
-        assert sorted(rank for part in groups[name] for rank in part) == list(range(world))
-        assert {len(part) for part in groups[name]} == {size}
-    for rank in range(world):
-        assert set(part_of(groups["inner"], rank)) & set(part_of(groups["outer"], rank)) == {rank}
-        assert (rank in part_of(groups["leaders"], rank)) == (rank % inner == 0)
-    assert groups["leaders"] == (tuple(part[0] for part in groups["inner"]),)
-
-
 @pytest.mark.parametrize(("trainers", "inner", "value"), [(8, 3, "3"), (8, 1, "1"), (4, 8, "8")])
 def test_a_hierarchy_that_does_not_divide_the_world_is_refused(trainers: int, inner: int, value: str) -> None:
     """The error names the field and what would do."""
@@ -80,14 +40,6 @@ def test_a_hierarchy_that_does_not_divide_the_world_is_refused(trainers: int, in
     assert error.value.where == "strategy.hierarchical_inner_ranks"
     assert error.value.value == value
     assert f"divides the {trainers} trainers" in error.value.hint
-
-
-@pytest.mark.parametrize(("trainers", "inner"), [(4, 4), (4, 0), (1, 4), (1, 0)])
-def test_one_node_has_no_hierarchy(trainers: int, inner: int) -> None:
-    """As in Fleet; a trainer alone has nothing to exchange, whatever the hierarchy says."""
-    found = plan(dense(10), trainers, hierarchical_inner_ranks=inner, **LEADER)
-    assert set(found.parts) == {"world"}
-    assert [operation.kind for operation in found.exchange] == ["all_reduce"] * (trainers > 1)
 
 
 def test_the_leaders_chain() -> None:
@@ -137,37 +89,6 @@ def test_what_is_no_plain_all_reduce_is_alone_on_its_communicator(kinds: list[st
     assert [op.after for op in lay_out([bucket(number, kind) for number, kind in enumerate(kinds)], strategy, 4, 0)] == after
 
 
-@given(kinds=st.lists(st.sampled_from(("plain", "rows", "small")), max_size=9), communicators=st.integers(1, 3), serial=st.booleans())
-def test_two_go_at_once_only_where_both_may(kinds: list[str], communicators: int, serial: bool) -> None:
-    """One comes after the other on a communicator unless both are plain with none but such between; in step, always."""
-    strategy = DistributedStrategy(nccl_comm_num=communicators, sync_nccl_allreduce=serial)
-    found = lay_out([bucket(number, kind) for number, kind in enumerate(kinds)], strategy, 4, 0)
-    below: dict[int, set[int]] = {}
-    for op in found:
-        below[op.id] = set(op.after).union(*(below[other] for other in op.after))
-    for second in range(len(kinds)):
-        for first in range(second):
-            stretch = kinds[first : second + 1 : communicators] if (second - first) % communicators == 0 else []
-            assert (first in below[second]) == (serial or "rows" in stretch)
-
-
-def test_chains_run_side_by_side_on_free_communicators() -> None:
-    """With two communicators each keeps one operation in flight; synchronised, there is one over both."""
-    free = plan(dense(8, 8, 8), nccl_comm_num=2, sync_nccl_allreduce=False, **LEADER)
-    assert [(op.communicator, op.after) for op in free.exchange] == [
-        *((0, ()), (0, (0,)), (0, (1,))),
-        *((1, ()), (1, (3,)), (1, (4,))),
-        *((0, (2,)), (0, (6,)), (0, (7,))),
-    ]
-    assert free.leaves == (5, 8)
-    one = plan(dense(8, 8, 8), nccl_comm_num=2, **LEADER)
-    assert [(op.communicator, op.after) for op in one.exchange] == [
-        *((0, ()), (0, (0,)), (0, (1,))),
-        *((1, (2,)), (1, (3,)), (1, (4,))),
-        *((0, (5,)), (0, (6,)), (0, (7,))),
-    ]
-
-
 def sent_by_all(found: Plan) -> dict[str, int]:
     """Bytes that all ranks together send in one exchange, by group."""
     sent: dict[str, int] = {}
@@ -210,39 +131,6 @@ def test_the_type_on_the_wire(fields: dict[str, Any], dtype: str, wire: str, siz
     assert {operation.wire_dtype for operation in found.exchange} == {wire}
     shares = {"outer": 2} if hierarchy == SCATTER else {}
     assert all(operation.nbytes == shares.get(operation.group, 8) * size for operation in found.exchange)
-
-
-@pytest.mark.parametrize("fields", [{}, LEADER, SCATTER, {"fp16_allreduce": True}], ids=["flat", "leader", "reduce_scatter", "fp16"])
-def test_sparse_rows_are_gathered_by_all(fields: dict[str, Any]) -> None:
-    """One all-gather over the world, of the numbers touched where they are known, in the gradient's own type."""
-    table = Gradient(name="t.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(0))
-    unknown = Gradient(name="u.w", numel=1000, sparse=True, ready=Nanoseconds(1))
-    found = plan([table, unknown], **fields)
-    assert [(op.kind, op.payload, op.group, op.nbytes, op.wire_dtype) for op in found.exchange] == [
-        ("all_gather", "rows", "world", 120, "float32"),
-        ("all_gather", "rows", "world", 4000, "float32"),
-    ]
-
-
-def test_local_sgd_carries_whole_parameters() -> None:
-    """An embedding's parameters travel as any others, fused with them and of their full size."""
-    gradients = [*dense(100), Gradient(name="l1.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(1))]
-    setting = Setting(trainers=4)
-    (bucket,) = build_plan(DistributedStrategy(localsgd=True), gradients, setting).buckets
-    assert (bucket.gradients, bucket.nbytes, bucket.sparse) == (("l0.w", "l1.w"), 4400, False)
-    apart = build_plan(DistributedStrategy(), gradients, setting).buckets
-    assert [(item.gradients, item.nbytes, item.sparse) for item in apart] == [(("l0.w",), 400, False), (("l1.w",), 120, True)]
-    alone = build_plan(DistributedStrategy(localsgd=True), gradients[1:], setting)
-    assert [(op.kind, op.nbytes) for op in alone.exchange] == [("all_reduce", 4000)]
-    assert alone.buckets[0].nbytes == 4000
-
-
-def test_an_empty_gradient_does_not_travel() -> None:
-    """It has a bucket, which becomes ready as any other, and no operation."""
-    found = plan(dense(8, 0, 8))
-    assert [bucket.numel for bucket in found.buckets] == [8, 0, 8]
-    assert [(op.bucket, op.after) for op in found.exchange] == [(0, ()), (2, (0,))]
-    assert set(found.of_bucket) == {0, 2}
 
 
 @pytest.mark.parametrize(

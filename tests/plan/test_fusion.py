@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Bucket, Cost, fuse
 from fleetbench.plan.layers import Gradient
 from fleetbench.quantities import MIB, Nanoseconds
@@ -80,22 +77,6 @@ def test_every_gradient_is_in_exactly_one_bucket(gradients: list[Gradient], stra
         assert {(member.dtype, member.sparse) for member in members} == {(bucket.dtype, bucket.sparse)}
 
 
-@given(gradients=gradient_lists(), strategy=STRATEGIES)
-def test_buckets_come_in_order_of_readiness(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
-    """A bucket is ready with its last gradient, and no bucket is ready before an earlier one."""
-    position = {gradient.name: index for index, gradient in enumerate(gradients)}
-    ready = [max(position[name] for name in bucket.gradients) for bucket in fuse(gradients, strategy)]
-    assert ready == sorted(ready)
-
-
-@given(gradients=gradient_lists(), strategy=STRATEGIES)
-def test_sparse_gradients_travel_alone(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
-    """A sparse gradient never shares a bucket."""
-    for bucket in fuse(gradients, strategy):
-        if bucket.sparse:
-            assert len(bucket.gradients) == 1
-
-
 def before_types(buckets: tuple[Bucket, ...], gradients: list[Gradient], strategy: DistributedStrategy) -> list[list[Gradient]]:
     """The groups that the buckets came from: the same gradients, all of one type and so never split."""
     plain = [
@@ -150,31 +131,6 @@ def test_fleets_groups_keep_layers_whole_and_in_order_and_overshoot_by_one_layer
             assert len(group) > count_cap or nbytes(group) >= strategy.fuse_grad_size_in_MB * MIB
 
 
-@given(gradients=gradient_lists(), strategy=st.builds(DistributedStrategy, **CAPS))
-def test_gradients_of_a_bucket_keep_their_order_within_a_layer(gradients: list[Gradient], strategy: DistributedStrategy) -> None:
-    """Within a layer, gradients stand in a bucket as they become ready."""
-    position = {gradient.name: index for index, gradient in enumerate(gradients)}
-    for bucket in fuse(gradients, strategy):
-        for _, names in itertools.groupby(bucket.gradients, key=lambda name: name.rpartition(".")[0]):
-            positions = [position[name] for name in names]
-            assert positions == sorted(positions)
-
-
-@given(gradients=gradient_lists(), count=st.integers(0, 5))
-def test_zero_megabytes_is_one_group_of_all(gradients: list[Gradient], count: int) -> None:
-    """MB = 0 takes no cap at all: one bucket for each type of the dense gradients."""
-    buckets = fuse(gradients, DistributedStrategy(fuse_grad_size_in_MB=0, fuse_grad_count=count))
-    dense = [gradient for gradient in gradients if not gradient.sparse]
-    assert sorted(bucket.dtype for bucket in buckets if not bucket.sparse) == sorted({gradient.dtype for gradient in dense})
-
-
-@given(gradients=gradient_lists())
-def test_fusion_off_is_one_bucket_a_gradient(gradients: list[Gradient]) -> None:
-    """Every gradient travels alone, in order of readiness."""
-    buckets = fuse(gradients, DistributedStrategy(fuse_all_reduce_ops=False))
-    assert [bucket.gradients for bucket in buckets] == [(gradient.name,) for gradient in gradients]
-
-
 @given(gradients=gradient_lists(), number=st.integers(1, 6), last=st.sampled_from([0, 1, 4]))
 def test_by_number_counts_gradients_of_a_type_and_keeps_a_small_last_bucket(gradients: list[Gradient], number: int, last: int) -> None:
     """So many gradients a bucket and type, full but for each type's last; the final ones, up to so many MiB, apart."""
@@ -221,24 +177,11 @@ def test_caps_by_hand(fields: dict[str, Any], sizes: tuple[float, ...], parts: i
     assert [len(bucket.gradients) for bucket in buckets] == expected
 
 
-def test_the_generator_is_resnet50() -> None:
-    """161 gradients; with 1000 classes the published 25,557,032 parameters."""
-    assert len(resnet50_gradients()) == 161
-    assert sum(gradient.numel for gradient in resnet50_gradients(classes=1000)) == 25_557_032
-
-
 @pytest.mark.parametrize(("megabytes", "half", "published"), [(32, False, 5), (16, False, 6), (32, True, 8)])
 def test_resnet50_fuses_into_the_published_numbers_of_buckets(megabytes: int, half: bool, published: int) -> None:
     """Fleet's logs: 5 buckets at 32 MB, 6 at 16 MB, 8 at 32 MB with convolutions and classifier in FP16."""
     strategy = DistributedStrategy(fuse_grad_size_in_MB=megabytes, fuse_grad_count=50)
     assert len(fuse(resnet50_gradients(half=half), strategy)) == published
-
-
-def test_merged_gradient_needs_a_cost() -> None:
-    """Without the cost of an all-reduce it is refused, with the two ways to get one, and never replaced by another method."""
-    with pytest.raises(ConfigError, match="merged_gradient") as error:
-        fuse(gradients_of(1), DistributedStrategy(fusion="merged_gradient"))
-    assert "profile" in error.value.hint
 
 
 def spread(*milliseconds: float, numel: int = 250_000, dtype: str = "float32") -> list[Gradient]:
@@ -267,41 +210,3 @@ def test_merged_gradient_by_hand(ready_ms: tuple[float, ...], expected: list[int
     """Gradients of 1 MB, at 1 ms and 1 ms a megabyte: how many each bucket holds."""
     buckets = fuse(spread(*ready_ms), MERGED, ONE_AND_ONE)
     assert [len(bucket.gradients) for bucket in buckets] == expected
-
-
-def test_merged_gradient_counts_what_is_on_the_wire() -> None:
-    """In FP16 the first of 1 MB is gone after 1.5 ms, and the second does not wait for a third that comes at 2.7 ms."""
-    gradients = spread(0, 1.5, 2.7)
-    assert [len(bucket.gradients) for bucket in fuse(gradients, MERGED, ONE_AND_ONE)] == [1, 2]
-    for wire in ({"fp16_allreduce": True}, {"bf16_allreduce": True}):
-        assert [len(bucket.gradients) for bucket in fuse(gradients, MERGED.replace(**wire), ONE_AND_ONE)] == [1, 1, 1]
-
-
-def test_merged_gradient_splits_types_and_leaves_sparse_gradients_alone() -> None:
-    """All are ready at once and would travel together, but types do not mix and rows are gathered."""
-    gradients = [
-        Gradient(name="a.w", numel=10, ready=Nanoseconds(0)),
-        Gradient(name="b.w", numel=10, dtype="float16", ready=Nanoseconds(0)),
-        Gradient(name="t.w", numel=10, sparse=True, ready=Nanoseconds(0)),
-        Gradient(name="c.w", numel=10, ready=Nanoseconds(0)),
-    ]
-    buckets = fuse(gradients, MERGED, ONE_AND_ONE)
-    assert sorted(bucket.gradients for bucket in buckets) == [("a.w", "c.w"), ("b.w",), ("t.w",)]
-
-
-@given(gradients=gradient_lists(), latency=st.sampled_from([0.0, 1.0, 5.0, 1e6]), rate=st.sampled_from([1e-6, 1e-3, 1.0]))
-def test_merged_gradient_loses_nothing(gradients: list[Gradient], latency: float, rate: float) -> None:
-    """Every gradient is in exactly one bucket, of its type, whatever a transfer costs."""
-    buckets = fuse(gradients, MERGED, Cost(latency_ns=latency, ns_per_byte=rate))
-    assert sorted(name for bucket in buckets for name in bucket.gradients) == sorted(gradient.name for gradient in gradients)
-    by_name = {gradient.name: gradient for gradient in gradients}
-    assert all(by_name[name].dtype == bucket.dtype for bucket in buckets for name in bucket.gradients)
-
-
-def test_a_sparse_buckets_size_is_what_a_step_touches() -> None:
-    """Where that is known; a dense one's is all of it."""
-    rows = Gradient(name="t.w", numel=1000, sparse=True, touched=30, ready=Nanoseconds(0))
-    assert [bucket.nbytes for bucket in fuse([rows], DistributedStrategy())] == [120]
-    wide = dataclasses.replace(rows, width=10)
-    assert [bucket.nbytes for bucket in fuse([wide], DistributedStrategy())] == [3 * (10 * 4 + 8)]
-    assert [bucket.nbytes for bucket in fuse(gradients_of(1), DistributedStrategy())] == [MIB]

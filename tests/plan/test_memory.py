@@ -52,33 +52,3 @@ def test_a_shard_group_divides_what_its_stage_says(configs: dict[str, Any], expe
     """Activations stay as they are."""
     found = kept(sharding=True, sharding_configs=configs)
     assert found == expected | {"activations": 500, "other": 200}
-
-
-def test_what_is_gathered_in_16_bits_takes_half() -> None:
-    """Shards, gradients and the optimizer's state stay in FP32."""
-    amp = {"amp": True, "amp_configs": {"dtype": "bf16"}}
-    own, short = (kept(sharding=True, sharding_configs={"stage": 3, "param_dtype": kind}, **amp) for kind in ("own", "bfloat16"))
-    assert short == own | {"gathered": own["gathered"] // 2}
-
-
-def test_sums_of_stage_1_are_whole() -> None:
-    """Micro-batches of one update are added before they are scattered."""
-    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
-    assert kept(sharding=True, sharding_configs={"stage": 1}, **merge)["gradients"] == 4000
-    assert kept(sharding=True, sharding_configs={"stage": 2}, **merge)["gradients"] == 3000
-
-
-def test_of_many_blocks_two_are_gathered_at_once() -> None:
-    """Ten blocks of 400 bytes: the last one, and two of nine; resharded to two ranks, a half of the other seven."""
-    ten = {f"h.{number}.weight": 100 for number in range(10)}
-
-    def gathered(configs: dict[str, Any]) -> int:
-        strategy = DistributedStrategy(sharding=True).replace(sharding_configs={"stage": 3} | configs)
-        gradients = [Gradient(name=name, numel=100, ready=Nanoseconds(9 - number)) for number, name in enumerate(ten)]
-        plan = build_plan(strategy, gradients[::-1], Setting(trainers=4, order=tuple(ten)))
-        return trainer_bytes(MEMORY, plan, Combination.of(strategy))["gathered"]
-
-    assert gathered({}) == 400 + 800
-    assert gathered({"reshard_after_forward": 2}) == 400 + 800 + 7 * 400 // 2
-    assert gathered({"reshard_after_forward": 4}) == gathered({})
-    assert gathered({"reshard_after_forward": False}) == 4000

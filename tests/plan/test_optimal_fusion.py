@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Cost, fuse
-from fleetbench.plan.layers import DTYPE_BYTES, Gradient
-from fleetbench.plan.mg_wfbp import best_partition, merge
+from fleetbench.plan.layers import Gradient
+from fleetbench.plan.mg_wfbp import best_partition
 from fleetbench.plan.overlap import Exchange, overlap
 from fleetbench.quantities import MIB, Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from plan.transfers import Case, cases, end_ns, partitions
 
 OPTIMAL = DistributedStrategy(fusion="optimal")
-RULES = (
-    {"fuse_all_reduce_ops": False},
-    {"fusion": "merged_gradient"},
-    {"fuse_grad_size_in_MB": 0},
-    *({"fuse_grad_size_in_MB": size, "fuse_grad_count": 0} for size in (0.1, 0.5, 1, 2, 4, 8, 16, 32, 64)),
-    *({"fuse_grad_count": count} for count in (2, 5, 20)),
-    *({"fusion": "by_number", "fuse_grad_size_in_num": number, "last_comm_group_size_MB": last} for number in (1, 3, 8) for last in (0, 1)),
-)
-"""Every rule of fusion at many sizes."""
 
 
 def test_no_partition_ends_earlier() -> None:
@@ -36,13 +26,6 @@ def test_no_partition_ends_earlier() -> None:
         groups = best_partition(case[0], case[1], ["float32"] * len(case[0]), [case[2:]])
         assert [index for group in groups for index in group] == list(range(len(case[0])))
         assert end_ns(groups, case) == pytest.approx(min(end_ns(other, case) for other in partitions(len(case[0]))), rel=1e-12)
-
-
-def test_it_takes_a_merge_back() -> None:
-    """Where MG-WFBP merges all three and ends at 48, it sends the first alone and ends at 47."""
-    case = ([0, 8, 16], [1, 1, 20], 10.0, 1.0)
-    assert merge(*case) == [[0, 1, 2]]
-    assert best_partition(*case[:2], ["float32"] * 3, [case[2:]]) == [[0], [1, 2]]
 
 
 def test_the_longest_of_several_lines_counts() -> None:
@@ -80,45 +63,6 @@ def test_a_transfer_of_each_type_is_counted() -> None:
         types = [draw.choice(["float32", "float16", "bfloat16"]) for _ in case[0]]
         found = split_end_ns(best_partition(case[0], case[1], types, [case[2:]]), types, case)
         assert found == pytest.approx(min(split_end_ns(groups, types, case) for groups in partitions(len(types))), rel=1e-12)
-
-
-def step_end_ns(gradients: Sequence[Gradient], strategy: DistributedStrategy, cost: Cost) -> float:
-    """When the last bucket of a strategy has arrived, each bucket ready with the last of its gradients, one after the other."""
-    at = {gradient.name: gradient.ready for gradient in gradients}
-    end = 0.0
-    for bucket in fuse(gradients, strategy, cost):
-        size = bucket.numel * (2 if strategy.fp16_allreduce else DTYPE_BYTES[bucket.dtype])
-        end = max(end, *(at[name] for name in bucket.gradients)) + cost.latency_ns + cost.ns_per_byte * size
-    return end
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("wire", [{}, {"fp16_allreduce": True}])
-def test_no_other_rule_ends_earlier(seed: int, wire: dict[str, bool]) -> None:
-    """A few hundred gradients of layers, at latencies and rates over three decades: never later than any rule at any size."""
-    draw = random.Random(seed)  # noqa: S311  # test cases, no secret
-    ready = accumulate(draw.choice([0, draw.randint(1, 200_000), draw.randint(1, 2_000_000)]) for _ in range(draw.randint(50, 300)))
-    gradients = [
-        Gradient(name=f"l{index // 2}.p{index % 2}", numel=draw.choice([64, 4096, 10**5, 10**6]), ready=Nanoseconds(at))
-        for index, at in enumerate(ready)
-    ]
-    for latency_ns in (0.0, 1e4, 1e5, 1e6):
-        for ns_per_byte in (0.01, 0.1, 1.0):
-            cost = Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte)
-            best = step_end_ns(gradients, OPTIMAL.replace(**wire), cost)
-            for rule in RULES:
-                assert best <= step_end_ns(gradients, DistributedStrategy(**rule, **wire), cost) * (1 + 1e-12), rule
-
-
-def test_it_gains_where_mg_wfbp_merges_everything() -> None:
-    """Twenty-four equal gradients 2.4 ms apart at a latency of 2.52 ms: one bucket of all is 25 % slower than the exact partition."""
-    gradients = [Gradient(name=f"b{index}.w", numel=4_200_000, ready=Nanoseconds(2_400_000 * (index + 1))) for index in range(24)]
-    cost = Cost(latency_ns=2_520_000.0, ns_per_byte=0.1575)
-    assert len(fuse(gradients, DistributedStrategy(fusion="merged_gradient"), cost)) == 1
-    merged, best = (step_end_ns(gradients, DistributedStrategy(fusion=name), cost) for name in ("merged_gradient", "optimal"))
-    assert merged == pytest.approx(24 * 2_400_000 + 2_520_000 + 24 * 16_800_000 * 0.1575)
-    assert best < merged / 1.25
 
 
 def disturbed_end_s(buckets: Sequence[Sequence[int]], case: Case, cost: Cost) -> float:
@@ -173,45 +117,3 @@ def test_no_size_of_buckets_ends_earlier_by_more_than_two_per_cent(seed: int) ->
             others = [DistributedStrategy(fuse_grad_size_in_MB=size, fuse_grad_count=0) for size in sizes]
             for other in (*others, DistributedStrategy(fuse_all_reduce_ops=False)):
                 assert best <= 1.02 * ends(other), (latency_ns, ns_per_byte, start_ns, slowdown, other.changes())
-
-
-def test_without_dense_gradients_there_is_nothing_to_partition() -> None:
-    """A model of one embedding has one sparse bucket, whatever an all-reduce costs."""
-    table = Gradient(name="words.weight", numel=100, sparse=True, ready=Nanoseconds(0))
-    (bucket,) = fuse([table], OPTIMAL, Cost(latency_ns=1.0, ns_per_byte=1.0, start_ns=5.0, compute_slowdown=1.0))
-    assert bucket.sparse
-
-
-def test_a_start_that_costs_more_than_it_hides_is_left_out() -> None:
-    """Two gradients of 10 ns, ready at 100 and 110: alone they end at 121 + 2 starts, together at 131 + 1."""
-    gradients = [Gradient(name=name, numel=10, ready=Nanoseconds(at)) for name, at in (("a", 100), ("b", 110))]
-    for start_ns, names in ((1.0, [("a",), ("b",)]), (9.0, [("a",), ("b",)]), (11.0, [("a", "b")])):
-        buckets = fuse(gradients, OPTIMAL, Cost(latency_ns=1.0, ns_per_byte=0.25, start_ns=start_ns))
-        assert [bucket.gradients for bucket in buckets] == names
-
-
-def test_sparse_gradients_stay_alone_and_types_apart() -> None:
-    """All are ready at once and would travel together, but types do not mix and rows are gathered."""
-    gradients = [
-        Gradient(name="a.w", numel=MIB, ready=Nanoseconds(0)),
-        Gradient(name="b.w", numel=MIB, dtype="float16", ready=Nanoseconds(0)),
-        Gradient(name="t.w", numel=10, sparse=True, ready=Nanoseconds(0)),
-        Gradient(name="c.w", numel=MIB, ready=Nanoseconds(0)),
-    ]
-    buckets = fuse(gradients, OPTIMAL, Cost(latency_ns=1e6, ns_per_byte=1.0))
-    assert sorted(bucket.gradients for bucket in buckets) == [("a.w", "c.w"), ("b.w",), ("t.w",)]
-
-
-def test_it_needs_a_cost_and_edges_are_plain() -> None:
-    """Without the cost of an all-reduce it is refused by its name; nothing gives nothing; all ready at once travel together."""
-    with pytest.raises(ConfigError, match="optimal"):
-        fuse([Gradient(name="a.w", numel=1, ready=Nanoseconds(0))], OPTIMAL)
-    assert best_partition([], [], [], [(10, 1)]) == []
-    assert best_partition([7, 7, 7], [1, 10**9, 1], ["float32"] * 3, [(1, 1)]) == [[0, 1, 2]]
-
-
-def test_a_thousand_gradients_far_apart_stay_alone() -> None:
-    """Each is sent before the next is ready, so merging could only delay the last one."""
-    groups = best_partition(range(0, 1_000_000, 1000), [1] * 1000, ["float32"] * 1000, [(10, 1)])
-    assert groups == [[index] for index in range(1000)]
-    assert all(one[-1] + 1 == other[0] for one, other in pairwise(groups))

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from torchft_fragments import GRADIENT, INNER_LR, STEPS, configs, golden
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.events import DataEnd, Event, Flush
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operation, Operations
-from fleetbench.plan.replay import Decider, Recording
-from fleetbench.plan.training import CollectiveTraining, begin_anew, family
+from fleetbench.plan.replay import Decider
+from fleetbench.plan.training import family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
-from plan.contract import StrategyContract, closure, run_step
+from plan.contract import closure, run_step
 
 NAMES = ("first.weight", "second.weight")
 
@@ -179,22 +178,6 @@ def test_rounds_are_whole_from_the_first_update_on(configs: dict[str, Any], firs
     assert [step for step, moves in found.items() if moves[-1][0] == "merge"] == expected
 
 
-def test_whole_rounds_count_updates_from_where_they_begin() -> None:
-    """Of merged gradients, of an adaptive strategy, and where another strategy goes on after 10 steps; a reading begins a round."""
-    merged = DistributedStrategy(gradient_merge=True, gradient_merge_configs={"k_steps": 2})  # type: ignore[arg-type]  # a table is taken for its value
-    decider = decider_of(merged.replace(localsgd=True, localsgd_configs={"k_steps": 3, **_OUTER}))
-    assert [*_merges(decider, range(1, 13))] == [6, 12]
-    adaptive = DistributedStrategy().replace(
-        adaptive_localsgd=True, adaptive_localsgd_configs={"init_k_steps": 3, "variant": "qsr", **_OUTER}
-    )
-    assert [*_merges(decider_of(adaptive), range(1, 4))] == [3]
-    strategy = family(strategy_of(k_steps=4, **_OUTER), decider.strategy.plan)
-    later = Decider.start(strategy, 0, state=begin_anew(decider.state._replace(step=10), strategy, 0, same_strategy=False))
-    assert [*_merges(later, range(11, 17))] == [14]
-    later.on(0, Flush())
-    assert [*_merges(later, range(17, 25))] == [20, 24]
-
-
 def test_defaults_are_todays_averaging() -> None:
     """A rate of 1, no momentum and one fragment add no operation, whatever ``outer_nesterov`` says."""
     decider = decider_of(strategy_of(k_steps=2, outer_nesterov=False))
@@ -215,20 +198,6 @@ def _merges(decider: Decider, steps: range) -> dict[int, list[tuple[str, int | N
                 fragment = next(index for index, own in enumerate(plan.fragments) if operation.bucket in own)
                 found.setdefault(step, []).append(("go", fragment))
     return found
-
-
-def test_fragments_take_their_rounds_in_turn() -> None:
-    """K = 6, P = 2, tau = 2: fragment 0 sets out after 1 and is merged after 3, fragment 1 after 4 and 6, and so on."""
-    decider = decider_of(strategy_of(k_steps=6, fragments=2, overlap_steps=2))
-    expected = {step: [("go" if step % 3 == 1 else "merge", (step - 1) // 3 % 2)] for step in range(1, 13) if step % 3 != 2}
-    assert _merges(decider, range(1, 13)) == expected
-
-
-def test_updates_before_begin_step_exchange_all_of_the_model() -> None:
-    """``begin_step`` 3: all after 1 and 2, then rounds of three updates: fragment 0 after 5, fragment 1 after 8."""
-    found = _merges(decider_of(strategy_of(k_steps=6, fragments=2, begin_step=3)), range(1, 9))
-    whole = [("go", 0), ("go", 1), ("merge", None)]
-    assert found == {1: whole, 2: whole, 5: [("go", 0), ("merge", 0)], 8: [("go", 1), ("merge", 1)]}
 
 
 @pytest.mark.parametrize("event", [Flush(), DataEnd()])
@@ -265,66 +234,3 @@ def test_fragments_are_runs_of_layers_with_equal_bytes() -> None:
     again = build_plan(strategy, swapped, Setting(trainers=2, order=tuple(name for name, _ in sizes)))
     assert [sorted(name for bucket in own for name in again.buckets[bucket].gradients) for own in again.fragments] == named
     assert Plan.from_dict(plan.to_dict()) == plan
-
-
-def test_more_fragments_than_layers_are_refused() -> None:
-    """By name, with how many there may be."""
-    with pytest.raises(ConfigError, match="more than the model has layers") as error:
-        decider_of(strategy_of(k_steps=6, fragments=3))
-    assert error.value.where == "strategy.localsgd_configs.fragments"
-    assert error.value.hint is not None
-    assert "at most 2" in error.value.hint
-
-
-def _family(**configs: Any) -> CollectiveTraining:
-    strategy = strategy_of(**configs)
-    return family(strategy, build_plan(strategy, gradients((name, 1) for name in NAMES), Setting(trainers=4)))
-
-
-class TestOuter(StrategyContract):
-    """An outer optimizer on rounds of all of the model."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls) -> CollectiveTraining:
-        """Four updates a round."""
-        return _family(k_steps=4, outer_lr=0.7, outer_momentum=0.9)
-
-
-class TestFragments(StrategyContract):
-    """Fragments whose exchange goes on beside two later updates."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def strategy(cls) -> CollectiveTraining:
-        """Two fragments with three updates each."""
-        return _family(k_steps=6, fragments=2, overlap_steps=2, mixing=0.5, outer_momentum=0.9)
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def updates(cls, recorded: Recording, strategy: CollectiveTraining) -> list[Operations]:  # noqa: ARG003  # overrides
-        """The recorded run whole: what is in flight goes on over steps."""
-        return [tuple(operation for _, _, operations in recorded.log for operation in operations)]
-
-    def test_collectives_carry_every_bucket_of_the_plan(self, strategy: CollectiveTraining, updates: list[Operations]) -> None:
-        """A fragment's exchange is the plan's, and no other sets out before it is merged, by what waits for all of it."""
-        (operations,) = updates
-        after = {operation.id: operation.after for operation in operations}
-        flying: list[Operation] = []
-        seen = set()
-        for operation in operations:
-            if operation.kind in COLLECTIVES:
-                flying.append(operation)
-            elif operation.kind == "merge":
-                fragment = operation.fragment
-                own = strategy.plan.exchange if fragment is None else strategy.plan.of_fragment[fragment]
-                assert [(other.kind, other.bucket, other.nbytes) for other in flying] == [(o.kind, o.bucket, o.nbytes) for o in own]
-                assert {other.id for other in flying} <= closure(operation.id, after)
-                seen.add(fragment)
-                flying.clear()
-        assert flying == []
-        assert seen == {None, 0, 1}
-
-    test_the_update_waits_for_the_gradients_it_applies = None  # type: ignore[assignment]  # no gradient travels; merges are above
-    test_only_plain_all_reduces_go_beside_each_other = None  # type: ignore[assignment]  # one exchange at a time, above
-    test_reading_the_model_averages_once_and_only_if_needed = None  # type: ignore[assignment]  # reads fragments apart: further up

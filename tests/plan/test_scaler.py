@@ -57,29 +57,6 @@ def test_every_update_is_as_paddles_kernel_has_it(seed: int) -> None:
     assert [(scale.value, scale.good_steps, scale.bad_steps) for scale in driven(configs, overflows)] == written_out(configs, overflows)
 
 
-def test_fleets_defaults() -> None:
-    """32768; two overflows in a row take a fifth, one does nothing; a thousand good updates in a row double."""
-    assert LossScaler(AmpConfigs()).start() == Scale(32768.0)
-    assert driven(AmpConfigs(), [True, False, True])[-1] == Scale(32768.0, 0, 1)
-    assert driven(AmpConfigs(), [True, True])[-1] == Scale(32768.0 * 0.8)
-    assert driven(AmpConfigs(), [False] * 999)[-1] == Scale(32768.0, 999)
-    assert driven(AmpConfigs(), [False] * 1000)[-1] == Scale(65536.0)
-    assert driven(AmpConfigs(), [False] * 999 + [True] + [False] * 999)[-1] == Scale(32768.0, 999)
-
-
-def test_the_scale_stays_within_1_and_what_fp32_holds() -> None:
-    """Overflow after overflow ends at 1; growth that FP32 cannot hold leaves the scale."""
-    assert driven(AmpConfigs(), [True] * 200)[-1].value == 1.0
-    largest = AmpConfigs(init_loss_scaling=2.0**127, incr_every_n_steps=1)
-    assert driven(largest, [False] * 3)[-1] == Scale(2.0**127)
-
-
-def test_a_fixed_scale_never_moves() -> None:
-    """Without dynamic scaling neither overflows nor good updates move it."""
-    configs = AmpConfigs(init_loss_scaling=128.0, incr_every_n_steps=1, decr_every_n_nan_or_inf=1, use_dynamic_loss_scaling=False)
-    assert {scale.value for scale in driven(configs, [True, False] * 50)} == {128.0}
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_with_one_overflow_a_decrease_the_scale_is_torchs(seed: int) -> None:
     """Where the knobs coincide, torch's own kernel after GradScaler gives the same scales and counts."""

@@ -39,15 +39,6 @@ def test_blocks_are_the_modules_of_lists() -> None:
     assert blocks_of(["0.weight", "0.bias", "2.weight"]) == {"0": ["0.weight", "0.bias"], "2": ["2.weight"]}
 
 
-def test_blocks_may_be_named() -> None:
-    """The smallest that a parameter lies in has it; one that has none of its own is refused."""
-    assert blocks_of(GPT, ["h", "h.1.mlp"]) == {"": [GPT[0], *GPT[5:]], "h": GPT[1:4], "h.1.mlp": GPT[4:5]}
-    with pytest.raises(ConfigError, match=r"strategy\.sharding_configs\.blocks: has no parameters of its own \(got 'h\.2'\)"):
-        blocks_of(GPT, ["h.2"])
-    with pytest.raises(ConfigError, match="no parameters of its own"):
-        blocks_of(GPT, ["h", "h.0", "h.1"])
-
-
 def test_groups_are_neighbours_and_their_replicas() -> None:
     """Rank r is in group r // D, and those with one r % D are replicas; a whole world has neither."""
     found = groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=2), 8)
@@ -57,26 +48,6 @@ def test_groups_are_neighbours_and_their_replicas() -> None:
     assert groups_of(ShardingConfigs(), 4) == {"world": ((0, 1, 2, 3),)}
     with pytest.raises(ConfigError, match=r"does not divide the 4 trainers of a shard group \(got 3\)\nHINT: one of 2, 4"):
         groups_of(ShardingConfigs(stage=3, sharding_degree=4, reshard_after_forward=3), 8)
-
-
-def test_a_bucket_a_block_in_the_order_of_readiness() -> None:
-    """The rest holds the head, which is ready first, and the embedding, which is ready last: so it is the last bucket."""
-    plan = plan_of({"stage": 3})
-    assert [(block.name, block.bucket, block.regathers) for block in plan.blocks] == [("", 2, False), ("h.0", 1, True), ("h.1", 0, False)]
-    assert [bucket.numel for bucket in plan.buckets] == [20, 20, 30]
-    told = [f"{moment}".partition("(")[0] + str(getattr(moment, "block", getattr(moment, "bucket", ""))) for moment in plan.moments]
-    assert told == [
-        "BlockBegin0",
-        "BlockBegin1",
-        "BlockBegin2",
-        "BlockBegin2",
-        "BucketReady0",
-        "BlockBegin1",
-        "BucketReady1",
-        "BlockBegin0",
-        "BucketReady2",
-    ]
-    assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def test_a_scripts_own_blocks_wait_for_their_gathers() -> None:
@@ -129,16 +100,6 @@ def test_stage_3_of_a_shard_group() -> None:
     ]
 
 
-def test_parameters_travel_in_16_bits_and_gradients_do_not() -> None:
-    """As many gathers, of half the bytes."""
-    amp = {"amp": True, "amp_configs": {"dtype": "bf16"}}
-    (own,), (short,) = (operations({"stage": 3, "param_dtype": kind}, amp) for kind in ("own", "bfloat16"))
-    halved = [f"{what} {int(size) // 2}" if "all_gather" in what else line for line in own for what, _, size in [line.rpartition(" ")]]
-    assert short == halved != own
-    with pytest.raises(ConfigError, match=r"sharding_configs.param_dtype: is also the type of compute"):
-        DistributedStrategy(sharding=True).replace(sharding_configs={"param_dtype": "bfloat16"})
-
-
 @pytest.mark.parametrize(
     ("stage", "first", "last"),
     [
@@ -155,11 +116,6 @@ def test_micro_batches_of_one_update(stage: int, first: list[str], last: list[st
     assert kinds == [first, last, first]
     over_replicas = operations({"stage": stage, "sharding_degree": 2}, merge, steps=2)
     assert [sum("replica" in own for own in step) for step in over_replicas] == [0, 3]
-
-
-def test_overflow_is_asked_of_all_trainers() -> None:
-    """Each has the gradients of its shard alone, so that one flag of 4 bytes is reduced."""
-    assert "all_reduce world 4" in operations({}, {"amp": True})[0]
 
 
 @pytest.mark.parametrize(
@@ -179,12 +135,3 @@ def test_what_has_no_meaning_here_is_named(configs: dict[str, Any], message: str
         DistributedStrategy.from_dict({"sharding": True, "sharding_configs": configs})
     assert message in str(caught.value)
     assert caught.value.hint
-
-
-def test_what_cannot_be_sharded_is_named() -> None:
-    """A block of several types, and a sparse gradient."""
-    with pytest.raises(ConfigError, match=r"block h\.0: has parameters of several types.*float16, float32"):
-        plan_of({}, dtypes={"h.0.mlp.weight": "float16"})
-    sparse = [Gradient(name="wte.weight", numel=10, sparse=True, ready=Nanoseconds(1))]
-    with pytest.raises(ConfigError, match=r"parameter wte\.weight: has a sparse gradient"):
-        build_plan(DistributedStrategy(sharding=True), sparse, Setting(trainers=2))

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
-from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Flush, Observed, StepBegin
+from fleetbench.plan.events import DataEnd, EpochEnd
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import Gradient
 from fleetbench.plan.operations import COLLECTIVES, Operations, wire_bytes
 from fleetbench.plan.replay import Decider
-from fleetbench.plan.state import closed_round
 from fleetbench.plan.training import PLANNED, CollectiveTraining, family
 from fleetbench.quantities import Nanoseconds
 from fleetbench.strategy import DistributedStrategy
 from fleetbench.support import refuse_unexecuted
-from plan.contract import StrategyContract, drive, flat, run_step
+from plan.contract import drive, flat, run_step
 
 MIB_OF_FLOATS = 2**18
 
@@ -59,97 +57,9 @@ def adaptive(variant: str = "fleet", **configs: Any) -> dict[str, Any]:
     return {"adaptive_localsgd": True, "adaptive_localsgd_configs": chosen | configs}
 
 
-FREE = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
 LEADER = {"use_hierarchical_allreduce": True}
 SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
-FP16 = {"amp": True, "amp_configs": {"incr_every_n_steps": 4, "decr_every_n_nan_or_inf": 1}}
-BF16 = {"amp": True, "amp_configs": {"dtype": "bf16"}}
-BY_BUCKET = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
 EVERYTHING = {"momentum": "average", "buffers": "average"}
-
-COMBINATIONS: dict[str, Callable[[], CollectiveTraining]] = {
-    "synchronous": make,
-    "one trainer": lambda: make(trainers=1),
-    "leader": lambda: make(**LEADER),
-    "reduce-scatter": lambda: make(**SCATTER),
-    "two communicators": lambda: make(buckets=5, nccl_comm_num=2),
-    "free communicators": lambda: make(buckets=5, **FREE),
-    "leader on free communicators": lambda: make(buckets=5, **LEADER, **FREE),
-    "reduce-scatter on free communicators, bf16 wire": lambda: make(buckets=5, bf16_allreduce=True, **SCATTER, **FREE),
-    "fp16 wire": lambda: make(fp16_allreduce=True),
-    "sparse": lambda: make(sparse=True),
-    "sparse on free communicators, leader, fp16 wire": lambda: make(sparse=True, fp16_allreduce=True, **LEADER, **FREE),
-    "unused": lambda: make(find_unused_parameters=True, **FREE),
-    "static graph": lambda: make(static_graph=True, **FREE),
-    "static graph, merge": lambda: make(static_graph=True, **merge()),
-    "update by bucket": lambda: make(**BY_BUCKET, **FREE),
-    "update by bucket, reduce-scatter": lambda: make(**BY_BUCKET, **SCATTER),
-    "by number": lambda: make(fusion="by_number", fuse_grad_size_in_num=2),
-    "as DDP": lambda: make(fusion="ddp", fuse_grad_size_in_MB=0.001, first_bucket_size_in_MB=0.0005),
-    "merged gradient": lambda: make(fusion="merged_gradient"),
-    "optimal fusion": lambda: make(fusion="optimal"),
-    "no fusion": lambda: make(fuse_all_reduce_ops=False),
-    "buffers sent": lambda: make(broadcast_buffers=True, **FREE),
-    "merge, buffers sent": lambda: make(broadcast_buffers=True, **merge(batch_norm_per="update")),
-    "merge": lambda: make(**merge()),
-    "merge, sum, flush": lambda: make(**merge(4, avg=False, remainder="flush")),
-    "merge, drop, statistics by update": lambda: make(**merge(remainder="drop", batch_norm_per="update")),
-    "merge on free communicators, unused, sparse, flush": lambda: make(
-        buckets=5, sparse=True, find_unused_parameters=True, **merge(remainder="flush"), **FREE
-    ),
-    "merge, leader, update by bucket, flush": lambda: make(**LEADER, **BY_BUCKET, **merge(remainder="flush")),
-    "merge, one trainer": lambda: make(trainers=1, find_unused_parameters=True, **merge(remainder="flush")),
-    "local": lambda: make(**local()),
-    "local, K = 1, free communicators": lambda: make(buckets=5, **local(1), **FREE),
-    "local from step 6": lambda: make(**local(4, 6)),
-    "local, document": lambda: make(**local(schedule="document", warmup_epochs=1)),
-    "local, torch": lambda: make(**local(4, 6, schedule="torch")),
-    "local, one trainer": lambda: make(trainers=1, **local(**EVERYTHING)),
-    "local, momentum reset": lambda: make(**local(momentum="reset")),
-    "local, everything averaged, free communicators": lambda: make(buckets=5, **local(**EVERYTHING), **FREE),
-    "local, state and buffers averaged": lambda: make(**local(optimizer_state="average", buffers="average")),
-    "local, leader, momentum averaged": lambda: make(**LEADER, **local(momentum="average")),
-    "local, reduce-scatter, free communicators": lambda: make(buckets=5, **SCATTER, **FREE, **local(buffers="average")),
-    "local, sparse": lambda: make(sparse=True, **local()),
-    "local, unused": lambda: make(find_unused_parameters=True, **local()),
-    "local, merge": lambda: make(**local(2), **merge()),
-    "local, merge, flush": lambda: make(**local(2), **merge(remainder="flush")),
-    "local, workers of two": lambda: make(buckets=5, **local(worker_trainers=2)),
-    "local, workers of two, free communicators, merge": lambda: make(buckets=5, **local(2, worker_trainers=2), **merge(), **FREE),
-    "local, workers of two, everything averaged": lambda: make(**local(3, worker_trainers=2, **EVERYTHING)),
-    "local, document, merge, drop": lambda: make(**local(schedule="document"), **merge(remainder="drop", batch_norm_per="update")),
-    "adaptive, fleet": lambda: make(**adaptive()),
-    "adaptive, paper": lambda: make(**adaptive("paper", begin_step=5)),
-    "adaptive, document": lambda: make(**adaptive("document")),
-    "adaptive, qsr": lambda: make(**adaptive("qsr")),
-    "adaptive, free communicators, everything averaged": lambda: make(buckets=5, **adaptive(**EVERYTHING), **FREE),
-    "adaptive, one trainer": lambda: make(trainers=1, **adaptive()),
-    "adaptive, merge, leader": lambda: make(**adaptive(), **merge(), **LEADER),
-    "amp": lambda: make(**FP16),
-    "amp, unused, free communicators": lambda: make(find_unused_parameters=True, **FP16, **FREE),
-    "amp, fp16 wire, leader": lambda: make(fp16_allreduce=True, **FP16, **LEADER),
-    "amp, merge": lambda: make(**FP16, **merge()),
-    "amp, local": lambda: make(**FP16, **local(2, momentum="average")),
-    "amp, local, merge": lambda: make(**FP16, **local(2), **merge()),
-    "amp, local, one trainer": lambda: make(trainers=1, **FP16, **local(2)),
-    "amp, adaptive": lambda: make(**FP16, **adaptive()),
-    "amp, adaptive, document": lambda: make(**FP16, **adaptive("document", momentum="reset")),
-    "amp bf16": lambda: make(**BF16),
-    "amp bf16, update by bucket": lambda: make(**BF16, **BY_BUCKET),
-    "amp bf16, local": lambda: make(**BF16, **local()),
-}
-
-
-@pytest.mark.sample(3)
-class TestEveryCombination(StrategyContract):
-    """The contract, for every combination above."""
-
-    @pytest.fixture(scope="class", params=list(COMBINATIONS.values()), ids=list(COMBINATIONS))
-    @classmethod
-    def strategy(cls, request: pytest.FixtureRequest) -> CollectiveTraining:
-        """See the contract."""
-        made: CollectiveTraining = request.param()
-        return made
 
 
 def synced(strategy: CollectiveTraining, steps: range) -> list[int]:
@@ -182,42 +92,6 @@ def exchanged(strategy: CollectiveTraining, steps: range) -> list[int]:
 def test_the_published_steps_of_synchronisation(fields: dict[str, Any], published: list[int], first: int) -> None:
     """Whichever the schedule; a warm-up before step 1 averages after each of its steps, and changes no number."""
     assert synced(make(**fields), range(first, 15)) == [*range(first, 1), *published]
-
-
-def test_the_documents_schedule_follows_the_epochs() -> None:
-    """K = 4 after one epoch of warm-up, by powers of two, six steps an epoch: K is 1, 1, 2, 4, 4."""
-    decider = Decider.start(make(**local(4, schedule="document", warmup_epochs=1)), 0)
-    met = []
-    for step in range(1, 31):
-        if any(operation.kind == "merge" for operation in flat(run_step(decider, step))):
-            met.append(step)
-        if step % 6 == 0:
-            assert decider.on(0, EpochEnd()) == ()
-    assert met == [*range(1, 13), 13, 15, 17, 21, 25, 29]
-
-
-def test_a_step_that_averages_on_request_starts_a_new_round() -> None:
-    """Reading the model at step 7 averages, and the next round counts its K steps from there."""
-    decider = Decider.start(make(**local(4)), 0)
-    drive(decider, range(1, 8))
-    before = decider.state
-    flushed = decider.on(0, Flush())
-    assert [operation.kind for operation in flushed] == ["all_reduce"] * 3 + ["merge"]
-    assert flushed[0].after == ()
-    assert closed_round(before, decider.state) == 2
-    assert [step for step, events in drive(decider, range(8, 16)) if len(events[-1]) > 1] == [11, 15]
-
-
-def test_closed_rounds_have_their_lengths() -> None:
-    """K = 4 from step 6 on: six rounds of one step, then rounds of four; other steps close none; also with a warm-up."""
-    for first in (1, -4):
-        decider = Decider.start(make(**local(4, 6)), 0, first_step=first)
-        lengths = []
-        for step in range(first, 15):
-            before = decider.state
-            run_step(decider, step)
-            lengths.append(closed_round(before, decider.state))
-        assert lengths == [1] * (7 - first) + [None, None, None, 4] * 2
 
 
 def test_gradient_merge_exchanges_on_every_kth_step_only() -> None:
@@ -279,49 +153,12 @@ def test_the_remainder_of_an_epoch(remainder: str, at_the_end: list[str], next_e
     assert decider.on(0, EpochEnd()) == () or remainder != "carry"
 
 
-def test_an_epoch_without_a_remainder_ends_silently() -> None:
-    """Six steps in threes leave nothing to flush or to drop."""
-    for remainder in ("carry", "flush", "drop"):
-        decider = Decider.start(make(**merge(3, remainder=remainder)), 0)
-        drive(decider, range(1, 7))
-        assert decider.on(0, EpochEnd()) == ()
-
-
-def test_a_flushed_remainder_finds_unused_parameters() -> None:
-    """Its update needs the same flags as any other."""
-    decider = Decider.start(make(find_unused_parameters=True, **merge(3, remainder="flush")), 0)
-    drive(decider, range(1, 3))
-    operations = decider.on(0, EpochEnd())
-    (flags,) = [operation for operation in operations if operation.payload == "unused"]
-    assert operations[-1].kind == "update"
-    assert operations[-1].after == (flags.id,)
-    assert flags.nbytes == 3
-
-
-def test_statistics_are_held_in_all_but_the_step_that_updates() -> None:
-    """``batch_norm_per = "update"``: two steps of three begin with a hold; by micro-batch none does."""
-    for per, held in (("update", [True, True, False] * 2), ("micro_batch", [False] * 6)):
-        decider = Decider.start(make(**merge(3, batch_norm_per=per)), 0)
-        begins = [events[0] for _, events in drive(decider, range(1, 7))]
-        assert [[operation.kind for operation in begin] == ["hold"] for begin in begins] == held
-
-
 def test_local_sgd_counts_updates() -> None:
     """Three steps an update and K = 2: updates 1, 3, 5, ... average, which end with steps 3, 9, 15, 21; no gradient travels."""
     strategy = make(**local(2), **merge(3))
     assert synced(strategy, range(1, 25)) == [3, 9, 15, 21]
     assert exchanged(strategy, range(1, 25)) == []
     assert synced(strategy, range(-4, 25)) == [-3, 0, 3, 9, 15, 21]
-
-
-def test_a_flushed_remainder_is_an_update_of_the_schedule() -> None:
-    """Updates 1 and 3 average (K = 2): steps 1-3, 4-6 and the flushed 7 are updates 1, 2 and 3; then 5, which steps 11-13 are."""
-    decider = Decider.start(make(**local(2), **merge(3, remainder="flush")), 0)
-    assert [step for step, events in drive(decider, range(1, 8)) if "merge" in {op.kind for op in flat(events)}] == [3]
-    kinds = [operation.kind for operation in decider.on(0, EpochEnd())]
-    assert kinds == ["release"] * 3 + ["update"] + ["all_reduce"] * 3 + ["merge"]
-    assert decider.on(0, Flush()) == ()
-    assert [step for step, events in drive(decider, range(8, 17)) if "merge" in {op.kind for op in flat(events)}] == [13]
 
 
 def by_hand_adaptive(losses: list[float], lrs: list[float], k0: int) -> list[int]:
@@ -352,36 +189,6 @@ def test_adaptive_steps_follow_a_given_loss() -> None:
     expected = by_hand_adaptive(losses, lrs, 4)
     assert len({b - a for a, b in itertools.pairwise(expected)}) >= 4
     assert met == expected
-
-
-def test_the_loss_travels_behind_the_parameters_and_only_where_it_is_wanted() -> None:
-    """Every averaging ends with 24 bytes a trainer, which the merge waits for; no loss is in a warm-up's, nor in the quadratic rule's."""
-    decider = Decider.start(make(**adaptive()), 0, first_step=0)
-    warm, first = (flat(events) for _, events in drive(decider, range(2)))
-    assert "loss" not in {operation.payload for operation in warm}
-    for averaging, payload in ((warm, "agreement"), (first, "loss")):
-        last = [operation for operation in averaging if operation.kind in COLLECTIVES][-1]
-        assert (last.kind, last.payload, last.nbytes) == ("all_gather", payload, 24 * decider.strategy.plan.trainers)
-    assert first[-1].kind == "merge"
-    assert first[-1].after == (first[-2].id,)
-    quadratic = Decider.start(make(**adaptive("qsr")), 0)
-    payloads = {operation.payload for _, events in drive(quadratic, range(1, 20)) for operation in flat(events)}
-    assert "loss" not in payloads
-    assert "agreement" in payloads
-
-
-def test_the_documents_rule_averages_the_loss_once_an_epoch() -> None:
-    """K = 4 meets after 1, 5, 9, 13, 17, 21; epochs end with 6, 12 and 18, so the loss travels at 1, 9, 13 and 21."""
-    decider = Decider.start(make(**adaptive("document")), 0)
-    met, asked = [], []
-    for step in range(1, 22):
-        done = flat(run_step(decider, step, lambda name, _: {"loss": 2.0, "lr": 0.1}[name]))
-        met += [step for operation in done if operation.kind == "merge"]
-        asked += [step for operation in done if operation.payload == "loss"]
-        if step % 6 == 0:
-            assert decider.on(0, EpochEnd()) == ()
-    assert met == [1, 5, 9, 13, 17, 21]
-    assert asked == [1, 9, 13, 21]
 
 
 def by_hand_scale(overflows: list[bool]) -> tuple[list[float], list[str]]:
@@ -419,15 +226,6 @@ def test_an_overflow_skips_the_update_and_moves_the_scale(every: int, combined: 
     assert (scales, kinds) == by_hand_scale(overflows)
 
 
-def test_trainers_that_update_alone_agree_on_an_overflow() -> None:
-    """Averaged gradients overflow on all alike; local ones do not, so found_inf is reduced, and the update waits for it."""
-    for fields, asked in (({}, []), (local(4), [4])):
-        decider = Decider.start(make(**FP16, **fields), 0)
-        run_step(decider, 1)
-        events = run_step(decider, 4 - 2)
-        assert [operation.nbytes for operation in flat(events) if operation.payload == "found_inf"] == asked
-
-
 def test_what_an_averaging_carries_and_in_which_order() -> None:
     """Parameters, the two tensors of the optimizer's state at once, the buffers, each after the one before; then the merge."""
     decider = Decider.start(make(buckets=2, **local(4, **EVERYTHING)), 0)
@@ -441,90 +239,6 @@ def test_what_an_averaging_carries_and_in_which_order() -> None:
         (5, "all_reduce", "buffers", 80, (4,)),
         (6, "merge", None, 0, (5,)),
     ]
-
-
-@pytest.mark.parametrize("fields", [local, adaptive], ids=["local", "adaptive"])
-def test_what_is_averaged_is_what_was_asked_for(fields: Callable[..., dict[str, Any]]) -> None:
-    """By default parameters alone (and the loss, where K follows it); momentum or all of the state; statistics."""
-    for configs, expected in (
-        ({}, set()),
-        ({"momentum": "average"}, {"state"}),
-        ({"optimizer_state": "average"}, {"state"}),
-        ({"buffers": "average"}, {"buffers"}),
-        ({"momentum": "reset"}, set()),
-    ):
-        operations = flat(run_step(Decider.start(make(**fields(**configs)), 0), 1))
-        carried = {operation.payload for operation in operations if operation.kind in COLLECTIVES}
-        assert carried - {"loss", "agreement"} == {"delta"} | expected
-
-
-def test_momentum_is_reset_behind_the_merge() -> None:
-    """After each averaging, also one on request, and not between them."""
-    decider = Decider.start(make(**local(4, momentum="reset")), 0)
-    resets = [[op.payload for op in flat(events) if op.kind == "reset"] for _, events in drive(decider, range(1, 8))]
-    assert resets == [["state"], [], [], [], ["state"], [], []]
-    flushed = decider.on(0, Flush())
-    assert [operation.kind for operation in flushed[-2:]] == ["merge", "reset"]
-    assert flushed[-1].after == (flushed[-2].id,)
-
-
-def test_synchronous_training_exchanges_while_the_backward_runs() -> None:
-    """Each bucket's all-reduce starts with its readiness; the update waits for the last of them."""
-    decider = Decider.start(make(), 0)
-    ((_, (begin, first, second, third, end)),) = drive(decider, range(1, 2))
-    assert begin == ()
-    assert [operation.after for operation in (*first, *second, *third)] == [(), (0,), (1,)]
-    assert {operation.payload for operation in (*first, *second, *third)} == {"gradient"}
-    assert [(operation.kind, operation.after) for operation in end] == [("update", (2,))]
-
-
-def test_the_update_waits_for_every_communicator() -> None:
-    """Where buckets go free, none comes after another, and the update waits for each: the second step's, after six operations."""
-    decider = Decider.start(make(buckets=5, **FREE), 0)
-    drive(decider, range(1, 2))
-    ((_, events),) = drive(decider, range(2, 3))
-    assert events[-1][0].after == (6, 7, 8, 9, 10)
-
-
-def test_a_bucket_updates_as_it_arrives() -> None:
-    """Each bucket's update waits for its own all-reduce, and none is left for the backward's end."""
-    decider = Decider.start(make(**BY_BUCKET), 0)
-    ((_, (_, *buckets, end)),) = drive(decider, range(1, 2))
-    assert [[(op.kind, op.bucket, op.after) for op in operations] for operations in buckets] == [
-        [("all_reduce", 0, ()), ("update", 0, (0,))],
-        [("all_reduce", 1, (0,)), ("update", 1, (2,))],
-        [("all_reduce", 2, (2,)), ("update", 2, (4,))],
-    ]
-    assert end == ()
-
-
-def test_local_sgd_updates_first_and_averages_what_came_of_it() -> None:
-    """After the update the deltas travel; the merge waits for them; no gradient travels."""
-    decider = Decider.start(make(**local(4)), 0)
-    ((_, (*silent, end)),) = drive(decider, range(1, 2))
-    assert silent == [()] * 4
-    assert [(op.id, op.kind, op.after) for op in end] == [
-        (0, "update", ()),
-        (1, "all_reduce", (0,)),
-        (2, "all_reduce", (1,)),
-        (3, "all_reduce", (2,)),
-        (4, "merge", (3,)),
-    ]
-    assert {operation.payload for operation in end[1:-1]} == {"delta"}
-
-
-def test_one_trainer_exchanges_nothing() -> None:
-    """Alone, a trainer only updates; a round of Local SGD only merges; it is still asked for the loss that its K follows."""
-
-    def kinds(steps: int, **fields: Any) -> list[list[str]]:
-        decider = Decider.start(make(trainers=1, **fields), 0)
-        return [[operation.kind for operation in flat(events)] for _, events in drive(decider, range(1, steps + 1))]
-
-    assert kinds(3) == [["update"]] * 3
-    assert kinds(3, find_unused_parameters=True, **LEADER) == [["update"]] * 3
-    assert kinds(4, **local(2, **EVERYTHING)) == [["update", "merge"], ["update"], ["update", "merge"], ["update"]]
-    assert kinds(1, **adaptive()) == [["update", "all_gather", "merge"]]
-    assert all("all_reduce" not in step for step in kinds(6, **FP16, **local(2)))
 
 
 def test_training_that_ends_within_a_round_averages_first() -> None:
@@ -548,22 +262,6 @@ def test_a_step_sends_what_the_closed_forms_say(fields: dict[str, Any]) -> None:
     assert total_sent(operations, strategy.plan.parts) == 6 * 3 * 2**20
 
 
-def test_the_strategy_is_composed_by_its_fields() -> None:
-    """What buckets carry and which scalars are asked for follow from the fields."""
-    for fields, payload, observes in (
-        ({}, "gradient", set()),
-        (merge(), "gradient", set()),
-        (local(), "delta", set()),
-        (adaptive(), "delta", {"lr", "loss"}),
-        (adaptive("qsr"), "delta", {"lr"}),
-        (FP16, "gradient", {"found_inf"}),
-        (BF16, "gradient", set()),
-        (FP16 | adaptive(), "delta", {"lr", "loss", "found_inf"}),
-    ):
-        strategy = make(**fields)
-        assert (strategy.payload, strategy.observes) == (payload, observes)
-
-
 def test_what_no_executor_decides_is_refused_by_name() -> None:
     """A changed field outside of what is planned is an error that names it; planned ones pass."""
     refuse_unexecuted(DistributedStrategy().replace(nccl_comm_num=2, **local(), **merge()), "strategy", PLANNED, "sim")
@@ -571,25 +269,3 @@ def test_what_no_executor_decides_is_refused_by_name() -> None:
         name = next(iter(fields))
         with pytest.raises(ConfigError, match=rf"strategy\.{name}: sim does not execute this field yet"):
             refuse_unexecuted(DistributedStrategy().replace(**fields), "strategy", PLANNED, "sim")
-
-
-def test_every_planned_name_is_a_field() -> None:
-    """A misspelt name in the list would let nothing pass, or the wrong thing."""
-    for name in PLANNED:
-        value: Any = DistributedStrategy()
-        for part in name.removeprefix("strategy.").split("."):
-            value = getattr(value, part)
-
-
-def test_a_step_waits_for_its_found_inf() -> None:
-    """Between the backward's end and the scalar the step is under way; a scalar that nobody asked for changes nothing."""
-    strategy = make(**FP16)
-    decider = Decider.start(strategy, 0)
-    decider.on(0, StepBegin(1))
-    for bucket in range(3):
-        decider.on(0, BucketReady(bucket))
-    assert decider.on(0, BackwardEnd()) == ()
-    assert decider.state.in_step
-    assert [operation.kind for operation in decider.on(0, Observed("found_inf", 0.0))] == ["update"]
-    assert not decider.state.in_step
-    assert decider.on(0, Observed("found_inf", 1.0)) == ()

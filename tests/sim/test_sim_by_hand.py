@@ -6,21 +6,15 @@ times the bytes in 2 (2 - 1) = 2 steps, so that T(S) = 2 latency + S there.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import pytest
 from sim_cases import assemble, carried_ns, in_ns, layered, link, profiled, with_profile
 
-from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from fleetbench.plan.build import Setting, build_plan
-from fleetbench.profile import Communication, compute_key
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.stragglers import SlowRank
-from fleetbench.strategy import DistributedStrategy
 from fleetbench.workload import LayerSpec
-from sim.own_work import moments_of
 from sim.run import simulate
 
 # Forward order: a (1000 bytes), b (2000 bytes). Backward order: b is ready 400 + 400 = 800 ns after
@@ -41,19 +35,6 @@ def test_buckets_overlap_with_backward_one_after_the_other() -> None:
     assert result.summary.samples_per_s == pytest.approx(2 * 2 * 32 / 7680e-9)
 
 
-def test_a_fused_bucket_waits_for_its_last_gradient() -> None:
-    """One bucket of 3000 bytes starts at 1000 and takes 3020."""
-    result = simulate(layered(A_AND_B, inter=link(8, 10), strategy={"fuse_all_reduce_ops": True}))
-    assert [bucket.nbytes for bucket in result.plan.buckets] == [3000]
-    assert in_ns(result, "exposed_comm_s") == [3020, 3020]
-
-
-def test_what_hides_behind_backward_costs_nothing() -> None:
-    """Links 100 times as fast: b takes 40 ns of the 200 after it, only a's 30 are exposed."""
-    result = simulate(layered(A_AND_B, inter=link(800, 10)))
-    assert in_ns(result, "exposed_comm_s") == [30, 30]
-
-
 def test_waiting_for_the_slowest_is_told_from_communication() -> None:
     """Rank 1 takes twice as long: it is ready at 1600 and 2000, and rank 0 waits from 1000 to 2000."""
     result = simulate(layered(A_AND_B, inter=link(8, 10), stragglers=(SlowRank(ranks=(1,), factor=2.0),)))
@@ -66,12 +47,6 @@ def test_a_collective_is_rounded_once() -> None:
     """Three trainers, 0.8 ns a byte, 1000 bytes: 4/3 x 800 = 1066.67, so 1067; four rounded steps would give 1068."""
     result = simulate(layered([(250, 100, 200)], nodes=3, inter=link(10, 0)))
     assert in_ns(result, "exposed_comm_s") == [1067] * 3
-
-
-def test_halves_are_rounded_up() -> None:
-    """Two trainers, 0.125 ns a byte, 4 bytes: half a nanosecond becomes one, beside a latency of 2 x 7 too."""
-    assert in_ns(simulate(layered([(1, 100, 200)], inter=link(64, 0))), "exposed_comm_s") == [1, 1]
-    assert in_ns(simulate(layered([(1, 100, 200)], inter=link(64, 7))), "exposed_comm_s") == [15, 15]
 
 
 @pytest.mark.parametrize(
@@ -90,49 +65,10 @@ def test_a_ring_inside_and_between_nodes(nodes: int, trainers_per_node: int, par
     assert in_ns(result, "exposed_comm_s") == [expected_ns] * 4
 
 
-def test_one_trainer_needs_no_link_and_waits_for_nobody() -> None:
-    """A single trainer's step is its compute."""
-    result = simulate(layered(A_AND_B, nodes=1, steps=2))
-    assert in_ns(result, "start_s") == [0, 1000]
-    assert in_ns(result, "exposed_comm_s") == [0, 0]
-    assert in_ns(result, "arrival_s") == [None, None]
-    assert result.summary.bytes_sent_per_trainer == 0
-
-
 def test_an_unknown_link_is_named() -> None:
     """Two nodes without a declared or measured link between them are refused."""
     with pytest.raises(ConfigError, match=r"cluster\.inter"):
         simulate(layered(A_AND_B))
-
-
-def test_undeclared_links_are_the_measured_ones() -> None:
-    """The profile's link carries 400 bytes in 20 + 400 ns; a declared one, ten times as fast, in 20 + 40."""
-    for declared, expected_ns in ((None, 420), (link(80, 10), 60)):
-        experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8, 10))
-        experiment = experiment.replace(cluster=Cluster(trainers_per_node=2, intra=declared))
-        table = dataclasses.replace(profile.tables[0], key=compute_key(experiment))
-        measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
-        result = simulate(with_profile(experiment, dataclasses.replace(profile, tables=(table,), communication=measured)))
-        assert in_ns(result, "exposed_comm_s") == [expected_ns] * 2
-        assert ("cluster.intra" in {entry["what"] for entry in result.summary.skipped}) == (declared is None)
-
-
-def test_what_lies_between_nodes_is_never_taken_from_a_profile() -> None:
-    """A profile is measured on one machine: between nodes an undeclared link is an error that says what to add."""
-    experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=None)
-    measured = Communication(backend="gloo", trainers=2, link=link(8, 10))
-    with pytest.raises(ConfigError, match=r"cluster\.inter") as caught:
-        simulate(with_profile(experiment, dataclasses.replace(profile, communication=measured)))
-    assert caught.value.hint is not None
-
-
-def test_a_bucket_is_not_ready_before_those_in_front_of_it() -> None:
-    """A plan made in another order, as on a rank whose gradients come otherwise: 50 is held back until 200."""
-    _, profile = profiled([([100, 100], [50, 200], 100, 200)], {})
-    table = profile.tables[0]
-    plan = build_plan(DistributedStrategy(fuse_all_reduce_ops=False), tuple(reversed(table.by_readiness())), Setting(trainers=2))
-    assert [bucket.gradients for bucket in plan.buckets] == [("layer0.p1",), ("layer0.p0",)]
-    assert [moment_ns for _, moment_ns in moments_of(plan, table)] == [300, 300]
 
 
 def test_read_update_and_merge_take_their_measured_time() -> None:
@@ -150,28 +86,6 @@ def test_read_update_and_merge_take_their_measured_time() -> None:
     assert in_ns(result, "start_s") == [0, 688] * 2
 
 
-def test_waiting_counts_from_the_end_of_compute_where_that_is_later_than_the_arrival() -> None:
-    """Read 7; rank 1 takes twice as long: ready at 7 + 500, its backward ends at 607, rank 0's at 307."""
-    slow = (SlowRank(ranks=(1,), factor=2.0),)
-    experiment, profile = profiled([([100], [150], 100, 200)], {"read": 7}, inter=link(8, 10), stragglers=slow)
-    result = simulate(with_profile(experiment, profile))
-    assert in_ns(result, "arrival_s") == [257, 507]
-    assert in_ns(result, "wait_s") == [507 - 307, 0]
-    assert in_ns(result, "exposed_comm_s") == [927 - 507, 927 - 607]
-
-
-def test_starting_a_collective_takes_host_time_from_compute() -> None:
-    """5 ns each: b is ready at 800 and joins at 805, a at 1005 + 5 = 1010, where the backward ends too; T = 20 + S / 100."""
-    layers = [([250], [600], 100, 200), ([500], [400], 300, 400)]
-    experiment, profile = profiled(layers, {"host_per_collective": 5}, inter=link(800, 10))
-    result = simulate(with_profile(experiment, profile))
-    assert in_ns(result, "arrival_s") == [1010, 1010]
-    assert in_ns(result, "backward_s") == [610, 610]
-    assert in_ns(result, "exposed_comm_s") == [30, 30]
-    starts = {span.name: span.start_ns for span in result.spans if span.stream == "communication"}
-    assert starts == {"all_reduce 0": 805, "all_reduce 1": 1010}
-
-
 def test_communicators_share_the_bandwidth() -> None:
     """Two in flight, T = 20 + S alone.
 
@@ -184,12 +98,6 @@ def test_communicators_share_the_bandwidth() -> None:
     assert spans["communication 0", "all_reduce 0"] == (800, 3310)
     assert spans["communication 1", "all_reduce 1"] == (1000, 3810)
     assert in_ns(result, "exposed_comm_s") == [2810, 2810]
-
-
-def test_synchronised_communicators_do_not_overlap() -> None:
-    """With ``sync_nccl_allreduce`` on, two communicators are as one."""
-    result = simulate(layered(A_AND_B, inter=link(8, 10), strategy={"nccl_comm_num": 2}))
-    assert in_ns(result, "exposed_comm_s") == [2840, 2840]
 
 
 @pytest.mark.parametrize(
@@ -209,14 +117,6 @@ def test_communicators_carry_as_many_as_they_can(backend: Literal["gloo", "nccl"
     assert carried_ns(result) == {f"all_reduce {bucket}": times for bucket, times in enumerate(expected)}
 
 
-def test_bytes_on_the_wire_are_those_of_the_ring() -> None:
-    """Four trainers send 2 x 3/4 of 4000 and of 8000 bytes a step; warm-up steps are in the table, not in the summary."""
-    result = simulate(layered([(1_000, 1, 1), (2_000, 1, 1)], nodes=4, inter=link(8), steps=3, warmup_steps=2))
-    assert set(result.steps["bytes_sent"]) == {18_000}
-    assert len(result.steps) == 4 * 5
-    assert result.summary.bytes_sent_per_trainer == 3 * 18_000
-
-
 def test_spans_say_what_a_trainer_did() -> None:
     """The first case of this file as a timeline; ``timeline=False`` keeps none."""
     experiment = layered(A_AND_B, inter=link(8, 10))
@@ -229,17 +129,6 @@ def test_spans_say_what_a_trainer_did() -> None:
         ("compute", "wait", 1000, 2840),
     ]
     assert simulate(experiment, timeline=False).spans == ()
-
-
-def test_warm_up_steps_come_before_step_1() -> None:
-    """Warm-up steps are simulated and numbered up to 0, and progress counts them."""
-    seen: list[tuple[int, int]] = []
-    experiment = layered(A_AND_B, inter=link(8, 10), steps=2, warmup_steps=3)
-    result = simulate(experiment, progress=lambda done, total: seen.append((done, total)))
-    assert list(result.steps["step"]) == [-2, -1, 0, 1, 2] * 2
-    assert seen == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
-    assert result.summary.steps == 2
-    assert result.summary.wall_s == pytest.approx(2 * 3840e-9)
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])
@@ -258,30 +147,6 @@ def test_until_the_last_has_started_an_exchange_of_an_earlier_step_it_is_waited_
     summary = result.summary
     parts = (summary.compute_s, summary.wait_s, summary.exposed_comm_s, summary.update_s, summary.other_s)
     assert sum(parts) == pytest.approx(summary.step_s["mean"], rel=1e-12)
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_what_is_waited_for_first_tells_waiting_from_communication(engine: Literal["reference", "vector"]) -> None:
-    """Local SGD that scales losses: an overflow of any rank is agreed upon first, from 900 to 924, and then deltas, until 1944."""
-    strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 1}, "amp": True}
-    slow = (SlowRank(ranks=(1,), factor=3.0),)
-    result = simulate(layered([(250, 100, 200)], inter=link(8, 10), stragglers=slow, strategy=strategy), engine=engine)
-    assert in_ns(result, "wait_s") == [600, 0]
-    assert in_ns(result, "exposed_comm_s") == [1_044, 1_044]
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_the_first_exchange_opens_connections(engine: Literal["reference", "vector"]) -> None:
-    """Once, 500 ns after the last trainer has joined: b, ready at 800, travels from 1300 to 3320, and from the next step on as always."""
-    result = simulate(layered(A_AND_B, inter=link(8, 10), steps=2, first_exchange=Nanoseconds(500)), engine=engine)
-    assert in_ns(result, "start_s") == [0, 4340] * 2
-    assert in_ns(result, "exposed_comm_s") == [3340, 2840] * 2
-    several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-    each = simulate(layered(A_AND_B, inter=link(8, 10), strategy=several, first_exchange=Nanoseconds(500)), engine=engine)
-    assert carried_ns(each) == {"all_reduce 0": (1300, 3810), "all_reduce 1": (1500, 4310)}  # of 1000, 500, 1000 and 500 ns
-    local = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
-    diloco = simulate(layered(A_AND_B, inter=link(8, 10), steps=6, strategy=local, first_exchange=Nanoseconds(500)), engine=engine)
-    assert in_ns(diloco, "exposed_comm_s")[:6] == [3040 + 500, 0, 0, 3040, 0, 3040]
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])

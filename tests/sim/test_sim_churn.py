@@ -69,16 +69,6 @@ def test_synchronous_training_by_hand() -> None:
     assert sum(spent.values()) == 101
 
 
-def test_a_node_that_is_taken_in_at_restarts_only_waits_for_one() -> None:
-    """As above to 25.5; then two nodes: rounds to 29.5, and a checkpoint that fails at 30.25."""
-    found = _ran(_experiment({"trace": BY_HAND, "least_nodes": 2}), "synchronous", 4, rejoin="restart")
-    lost, checkpoints = 12 + 2 * 4.0, 3 * 2 + 3 * 0.5 + 2 * 2 + 2 * 2 + 2 * 0.75
-    assert found == (
-        28,
-        {"useful": 28.0, "lost_steps": lost, "checkpoints": checkpoints, "restarts": 6.0, "waiting": 19.75, "joining": 10.25},
-    )
-
-
 def test_elastic_training_by_hand() -> None:
     """The checkpoint from 10 to 12 ends with two nodes, which regroup to 12.5: rounds to 16.5, a checkpoint to 18.5.
 
@@ -90,31 +80,6 @@ def test_elastic_training_by_hand() -> None:
     spent = {"useful": 52.0, "checkpoints": checkpoints, "restarts": 2 * 0.5 + 3 * 0.5 + 0.5, "waiting": 18.5, "joining": 2.5}
     assert _ran(_experiment(churn), "elastic", 4) == (24 + 8 + 8 + 12, spent)
     assert sum(spent.values()) == 101
-
-
-def test_an_elastic_round_loses_the_steps_of_the_lost_node_alone() -> None:
-    """Half of the third round; synchronous training loses all 2.5 s of three nodes, and is in its first round at the end."""
-    experiment = _experiment({"trace": _trace((0, 3), (2.5, 2), (6, 2))})
-    assert _ran(experiment, "elastic", 100) == (3 + 3 + 2 + 3 * 2, {"useful": 14.0, "lost_steps": 0.5})
-    assert _ran(experiment, "synchronous", 100) == (0, {"useful": 1.0, "lost_steps": 7.5, "restarts": 6.0})
-
-
-def test_what_ends_at_the_instant_of_a_loss_is_complete() -> None:
-    """Rounds to 4 and a checkpoint to 6, when a node leaves: nothing is lost; at 5.999 the checkpoint is, and four rounds of two nodes."""
-    restarted = {"useful": 8.0 + 3, "checkpoints": 4.0, "restarts": 3.0}
-    assert _ran(_experiment({"trace": _trace((0, 2), (6, 1), (12, 1))}, nodes=2), "synchronous", 4) == (8 + 3, restarted)
-    useful, spent = _ran(_experiment({"trace": _trace((0, 2), (5.999, 1), (12, 1))}, nodes=2), "synchronous", 4)
-    assert (useful, spent["lost_steps"]) == (3, 8.0)
-    elastic = {"useful": 6.0 + 3, "restarts": 0.5}  # rounds of two nodes to 3; regrouping to 3.5, and rounds to 6.5
-    churn = {"trace": _trace((0, 2), (3, 1), (6.5, 1)), "regroup_time": "500 ms"}
-    assert _ran(_experiment(churn, nodes=2), "elastic", 100) == (6 + 3, elastic)
-
-
-def test_elastic_training_loses_everything_with_its_last_node() -> None:
-    """No peer has the state: both restart at second 3 from nothing, and do four rounds of two nodes."""
-    experiment = _experiment({"trace": _trace((0, 2), (1.5, 0), (3, 2), (10, 0))}, nodes=2)
-    for kind in KINDS:
-        assert _ran(experiment, kind, 100) == (8, {"useful": 8.0, "lost_steps": 3.0, "restarts": 6.0})
 
 
 def test_a_trace_by_zone() -> None:
@@ -133,29 +98,6 @@ def test_a_trace_by_zone() -> None:
     assert [_failures(experiment, kind)[0] for kind in KINDS] == [2, 1]
     # 5 rounds of 4, a round of 2, two of 3; all lost without a checkpoint; a restart to 12
     assert _ran(experiment, "elastic", 100) == (0, {"lost_steps": 20 + 2 + 6.0, "joining": 1.0, "restarts": 3.0})
-
-
-def test_a_node_that_does_not_train_yet_is_no_survivor() -> None:
-    """Both nodes are replaced at once, at 5 and 7.5 s: the first replacement survives the second loss once it has joined."""
-    counts = [(0, "a", 1), (0, "b", 1), (5, "a", 0), (5, "c", 1), (7.5, "b", 0), (7.5, "d", 1), (30, "d", 1)]
-    trace = [{"at": f"{at} s", "zone": zone, "nodes": nodes} for at, zone, nodes in counts]
-    late, soon = (_experiment({"trace": trace, "join_time": time}, nodes=2) for time in ("10 s", "500 ms"))
-    assert _failures(late, "elastic") == (1, 30 * S)
-    assert _failures(soon, "elastic") == (0, 30 * S)
-    assert [_ran(one, "elastic", 100)[1].get("restarts", 0) for one in (late, soon)] == [2 * 3.0, 0]
-    assert _failures(late, "synchronous") == _failures(late, "synchronous", "restart") == (2, 15 * S)
-
-
-def test_the_loss_of_a_node_that_waits_for_a_restart_ends_nothing() -> None:
-    """One of two nodes leaves at 5 s; another comes at 19 and leaves at 25 s. With fewer than ``least_nodes`` none trains."""
-    counts = [(0, "a", 1), (0, "b", 1), (5, "a", 0), (19, "c", 1), (25, "c", 0), (40, "b", 1)]
-    trace = [{"at": f"{at} s", "zone": zone, "nodes": nodes} for at, zone, nodes in counts]
-    experiment = _experiment({"trace": trace}, nodes=2)
-    assert _failures(experiment, "synchronous") == (2, 20 * S)
-    assert _failures(experiment, "synchronous", "restart") == (1, 40 * S)
-    restarts = [_ran(experiment, "synchronous", 4, rejoin=rejoin)[1]["restarts"] for rejoin in ("checkpoint", "restart")]
-    assert restarts == [3 + 2 * 3 + 3, 3]  # from 5 to 8; with both nodes from 20, the end of a checkpoint; from 25 to 28
-    assert _failures(_experiment({"trace": trace, "least_nodes": 2}, nodes=2), "synchronous", "restart") == (2, 20 * S)
 
 
 def test_without_churn_goodput_is_the_plain_simulations_rate() -> None:
@@ -195,13 +137,6 @@ def test_synchronous_training_has_dalys_expectation(failing: tuple[RoundTimes, l
     assert error < 0.01 * found.samples_per_s
     assert abs(found.samples_per_s - 4 * 32 * _daly_share(interval_s)) < 3 * error
     assert found.share == pytest.approx(_daly_share(interval_s), rel=0.01)
-
-
-def test_the_best_interval_is_dalys(failing: tuple[RoundTimes, list[Availability]]) -> None:
-    """Of seven intervals, each 1.5 times the one before, around it."""
-    best = daly(60 * S, HOUR_NS)
-    rates = [goodput(*failing, Policy(kind="synchronous", interval_ns=round(best * 1.5**power))).samples_per_s for power in range(-3, 4)]
-    assert rates.index(max(rates)) in (2, 3, 4)
 
 
 def test_intervals_are_the_papers() -> None:
@@ -283,12 +218,3 @@ def test_what_has_no_rounds_of_one_length_is_refused() -> None:
     served = _experiment({"mean_up": "1 h"}, strategy={"mode": "ps"}, cluster={"servers": 1})
     with pytest.raises(ConfigError, match=r"cluster\.churn"):
         simulate(served)
-
-
-def test_a_model_that_is_sharded_over_nodes_does_not_survive_a_loss() -> None:
-    """Then only synchronous training is possible; shards within a node leave every node the whole state."""
-    pairs = {"trainers_per_node": 2, "intra": {"bandwidth": "100 Gbit/s"}}
-    for degree, kinds in ((0, ["synchronous"]), (2, ["synchronous", "elastic"])):
-        strategy = {"sharding": True, "sharding_configs": {"stage": 1, "sharding_degree": degree}}
-        experiment = _experiment({"trace": _trace((0, 2), (60, 2))}, nodes=2, cluster=pairs, strategy=strategy)
-        assert [one.policy for one in goodputs(experiment)] == kinds

@@ -15,7 +15,6 @@ from sim_cases import carried_ns, in_ns, link, profiled, with_profile
 from fleetbench.cluster import Link
 from fleetbench.profile import Communication
 from fleetbench.result import RunResult
-from fleetbench.stragglers import SlowRank
 from sim.run import simulate
 
 A_AND_B = [([250], [600], 100, 200), ([500], [400], 300, 400)]
@@ -41,54 +40,11 @@ def test_a_bucket_is_packed_before_it_sets_out() -> None:
     }
 
 
-def test_host_time_comes_on_top_of_packing() -> None:
-    """5 ns a collective and 90 ns of copying: b leaves at 865, a at 1100."""
-    assert in_ns(run({"pack": 90, "host_per_collective": 5}, inter=link(8, 10)), "arrival_s") == [1_100, 1_100]
-
-
-def test_a_hierarchy_packs_once() -> None:
-    """Reduce, all-reduce and broadcast carry the same buffer: 100 ns at the first of them, on every rank."""
-    options: dict[str, Any] = {"trainers_per_node": 2, "intra": link(8), "inter": link(8), "strategy": {"use_hierarchical_allreduce": True}}
-    result = run({"pack": 100}, [([25], [100], 100, 100)], **options)
-    assert in_ns(result, "backward_s") == [200] * 4
-    assert sum(span.name == "start 0" for span in result.spans) == 4
-
-
-def test_what_several_steps_share_is_added_instead() -> None:
-    """Merging 2 steps: both add their gradients up in 90 ns; the second takes them from there in 90, and packs nothing."""
-    result = run({"pack": 90}, steps=2, inter=link(8, 10), strategy={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}})
-    backward = in_ns(result, "backward_s")
-    assert backward[:2] == [690, 780]
-
-
-def test_local_steps_pack_nothing() -> None:
-    """Deltas are packed with the merge, which the table counts by itself; a local update has a time of its own."""
-    strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    result = run({"pack": 90, "update": 50, "local_update": 70, "merge": 30}, steps=4, inter=link(8, 10), strategy=strategy)
-    assert in_ns(result, "backward_s") == [600] * 8
-    assert set(in_ns(result, "update_s")) == {70, 100}
-    without = run({"pack": 90, "update": 50, "merge": 30}, steps=4, inter=link(8, 10), strategy=strategy)
-    assert set(in_ns(without, "update_s")) == {50, 80}
-
-
 def test_a_transfer_slows_while_its_rank_computes() -> None:
     """Half as fast: of b's 20 + 2000 ns 100 are done when compute ends, at 1000, and the rest by 2920; a follows."""
     result = run({"collective_contention": 1.0}, inter=link(8, 10))
     assert in_ns(result, "backward_s") == [600, 600]
     assert carried_ns(result) == {"all_reduce 0": (800, 2_920), "all_reduce 1": (2_920, 3_940)}
-
-
-def test_a_rank_that_waits_where_it_starts_does_not_compute() -> None:
-    """Sequential execution: both all-reduces go at full speed, within the backward."""
-    strategy = {"build_strategy": {"enable_sequential_execution": True}}
-    result = run({"collective_contention": 1.0}, inter=link(8, 10), strategy=strategy)
-    assert carried_ns(result) == {"all_reduce 0": (800, 2_820), "all_reduce 1": (3_020, 4_040)}
-
-
-def test_a_transfer_is_as_slow_as_its_slowest_rank() -> None:
-    """Rank 1 takes twice as long, so b starts at 1600 and rank 1 computes until 2000: 200 of 2020 ns are done, the rest ends at 3820."""
-    result = run({"collective_contention": 1.0}, inter=link(8, 10), stragglers=(SlowRank(ranks=(1,), factor=2.0),))
-    assert carried_ns(result)["all_reduce 0"] == (1_600, 3_820)
 
 
 def test_both_slow_each_other() -> None:
@@ -118,17 +74,3 @@ def test_two_in_flight_see_what_was_measured(in_flight: tuple[Link, ...], took: 
     """Two buckets of 1000 bytes, ready together, on communicators of their own or on one: two messages each."""
     result = run({}, TOGETHER, in_flight, inter=link(8, 10), strategy=strategy)
     assert sorted(carried_ns(result).values()) == [(800, 800 + each) for each in took]
-
-
-def test_one_in_flight_is_alone() -> None:
-    """In step they follow each other, whatever two would see."""
-    result = run({}, TOGETHER, (link(2, 15),), inter=link(8, 10))
-    assert carried_ns(result) == {"all_reduce 0": (800, 1_820), "all_reduce 1": (1_820, 2_840)}
-
-
-def test_three_share_what_two_had() -> None:
-    """Only two were measured, at 6 of 8 Gbit/s each: messages of three of 1000 bytes take 333 ns of the link, and 15 ns of latency."""
-    layers = [([250], [400], 300, 400), ([250, 250], [400, 400], 100, 200)]
-    strategy = {"nccl_comm_num": 3, "sync_nccl_allreduce": False}
-    result = run({}, layers, (link(6, 10),), inter=link(8, 10), strategy=strategy)
-    assert [end - start for start, end in sorted(carried_ns(result).values())] == [333 * turn + 15 for turn in (4, 5, 6)]

@@ -14,7 +14,7 @@ from sim_cases import in_ns, link, profiled, with_profile
 
 from fleetbench.errors import ConfigError
 from fleetbench.result import RunResult
-from fleetbench.stragglers import Jitter, SlowRank
+from fleetbench.stragglers import Jitter
 from sim.run import simulate
 
 A_AND_B = [([250], [600], 100, 200), ([500], [400], 300, 400)]
@@ -35,13 +35,6 @@ def test_compute_slows_while_a_collective_is_in_flight() -> None:
     assert in_ns(result, "exposed_comm_s") == [2_740, 2_740]  # a: 2820 to 3840
 
 
-def test_compute_is_itself_again_when_the_collective_ends() -> None:
-    """Bucket b travels from 800 to 840: 26 2/3 of 200 ns are done, and the rest ends at 1013 1/3, rounded once."""
-    result = run(0.5, inter=link(800, 10))
-    assert in_ns(result, "backward_s") == [613, 613]
-    assert in_ns(result, "exposed_comm_s") == [30, 30]
-
-
 def test_every_boundary_is_rounded_once_from_what_was_done() -> None:
     """Contention 0.2: a collective of t ns costs compute t - t / 1.2 = t / 6.
 
@@ -53,37 +46,6 @@ def test_every_boundary_is_rounded_once_from_what_was_done() -> None:
     starts = {span.name: span.start_ns for span in result.spans if span.stream == "communication" and span.rank == 0}
     assert starts == {"all_reduce 0": 500, "all_reduce 1": 805, "all_reduce 2": 1_012}
     assert in_ns(result, "backward_s") == [612, 612]
-
-
-def test_waiting_for_others_does_not_slow() -> None:
-    """Rank 1 takes twice as long, so b starts at 1600, when rank 0 has long computed; it slows rank 1 only, to 2013."""
-    result = run(0.5, inter=link(800, 10), stragglers=(SlowRank(ranks=(1,), factor=2.0),))
-    assert in_ns(result, "backward_s") == [600, 1_213]
-    assert in_ns(result, "arrival_s") == [1_000, 2_013]
-    assert in_ns(result, "wait_s") == [1_013, 0]
-
-
-def test_a_collective_of_others_does_not_slow() -> None:
-    """Compute at half the speed beside a hierarchy of three collectives of 100 ns: leaders are in all, the others in two.
-
-    Of 400 ns after the bucket a leader has done 150 at its end, another rank 50 + 100 + 50.
-    """
-    strategy = {"use_hierarchical_allreduce": True}
-    result = run(1.0, [([25], [100], 100, 500)], trainers_per_node=2, intra=link(8), inter=link(8), strategy=strategy)
-    assert in_ns(result, "backward_s") == [100 + 300 + 250, 100 + 300 + 200] * 2
-
-
-def test_two_collectives_slow_as_one_does() -> None:
-    """The factor is that of communication in flight, not of each: two communicators at once double the time once."""
-    layers = [([250], [600], 100, 200), ([500, 500], [400, 400], 300, 400)]
-    several = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-    assert in_ns(run(1.0, layers, inter=link(8, 10), strategy=several), "backward_s") == [800, 800]
-
-
-def test_the_host_time_of_a_start_is_not_slowed() -> None:
-    """5 ns each: b joins at 805, and after it 200 ns take 300; a is ready at 1105 and joins at 1110."""
-    experiment, profile = profiled(A_AND_B, {"contention": 0.5, "host_per_collective": 5}, inter=link(8, 10))
-    assert in_ns(simulate(with_profile(experiment, profile)), "arrival_s") == [1_110, 1_110]
 
 
 def test_more_contention_never_helps() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim_cases import in_ns, layered, link, profiled, with_profile
+from sim_cases import layered, link, profiled, with_profile
 
 from fleetbench.config import Config
 from fleetbench.errors import ConfigError
@@ -175,17 +175,6 @@ def test_what_a_simulated_run_leaves_out_is_listed() -> None:
     summary = simulate(experiment).summary
     assert [entry["what"] for entry in summary.skipped] == ["strategy.thread_num", "cluster.cores_per_node", "run.environment"]
     assert simulate(layered(LAYERS, inter=link(8))).summary.skipped == ()
-
-
-def test_what_only_a_profile_knows_is_listed_for_declared_layers() -> None:
-    """Mixed precision, recompute and op fusion do not change declared times, and the run says so; a profile holds them."""
-    strategy = {"amp": True, "recompute": True, "sync_batch_norm": True, "build_strategy": {"fuse_all_optimizer_ops": True}}
-    plain, changed_ = (simulate(layered(LAYERS, inter=link(8), strategy=fields)) for fields in ({}, strategy))
-    names = ["strategy.build_strategy.fuse_all_optimizer_ops", "strategy.sync_batch_norm", "strategy.amp", "strategy.recompute"]
-    assert [entry["what"] for entry in changed_.summary.skipped] == names
-    assert in_ns(changed_, "start_s") == in_ns(plain, "start_s")
-    experiment, profile = profiled([([100], [200], 100, 200)], {}, inter=link(8), strategy=strategy)
-    assert simulate(with_profile(experiment, profile)).summary.skipped == ()
 
 
 SCRIPT = """

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import runpy
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_cases import Case, agree, case_of, outcome
+from engine_cases import Case, agree, case_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import in_ns, layered, link, profiled, with_profile
 
-from fleetbench.cluster import NodeOverride
 from fleetbench.errors import ConfigError
-from fleetbench.quantities import Nanoseconds
 from fleetbench.stragglers import Jitter, SlowRank
-from fleetbench.workload import HostWork
 from sim.run import simulate
 
 
@@ -43,20 +33,6 @@ def test_engines_agree_on_whole_strategies(seeds: range) -> None:
             raise
     assert ways["vector"] >= len(seeds) * 0.75
     assert ways["reference"] < len(seeds) * 0.15
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"find_unused_parameters": True, "amp": True},
-        {"localsgd": True, "amp": True, "build_strategy": {"enable_sequential_execution": True}},
-    ],
-)
-def test_collectives_of_nodes_stand_beside_one_of_all_trainers(strategy: dict[str, Any]) -> None:
-    """Those of a hierarchy's nodes end apart, and a flag that all trainers reduce has one end."""
-    options: dict[str, Any] = {"nodes": 2, "trainers_per_node": 2, "intra": link(16), "inter": link(8), "steps": 3}
-    experiment = layered([(250, 900, 700)] * 2, strategy={"use_hierarchical_allreduce": True} | strategy, **options)
-    assert agree(Case(experiment=experiment)) == "vector"
 
 
 def test_three_ways_to_one_step() -> None:
@@ -120,24 +96,6 @@ def test_several_communicators_within_a_hierarchy(data: st.DataObject) -> None:
     assert agree(Case(experiment=experiment)) == "vector"
 
 
-@pytest.mark.parametrize("host_ns", [0, 3000])
-def test_parts_of_a_reduce_scatter_share_the_links_between_nodes(host_ns: int) -> None:
-    """By arrays where they start at once, and where a rank that joins late makes one part start after the other."""
-    groups = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
-    experiment, profile = profiled(
-        [([500], [100], 100, 200), ([700], [50], 100, 50)],
-        {"host_per_collective": host_ns, "update": 30},
-        nodes=3,
-        trainers_per_node=2,
-        intra=link(16, 20),
-        inter=link(8, 70),
-        steps=5,
-        strategy=groups,
-        stragglers=(Jitter(mean=0.5),),
-    )
-    assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
-
-
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("table", [{"contention": 0.3}, {"collective_contention": 0.7}, {"contention": 0.3, "collective_contention": 0.7}])
 @pytest.mark.parametrize("strategy", [{}, {"use_hierarchical_allreduce": True}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
@@ -159,15 +117,6 @@ def test_compute_and_collectives_that_slow_each_other(table: dict[str, float], s
         assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
 
 
-@pytest.mark.parametrize("name", ["contention", "collective_contention"])
-def test_a_contention_of_many_digits(name: str) -> None:
-    """Its products with microseconds leave 64 bits, and the two engines agree all the same."""
-    layers = [([900_000], [700_000], 300_000, 300_000), ([3_000_000], [500_000], 100_000, 200_000)]
-    options: dict[str, Any] = {"nodes": 3, "inter": link(12, 70), "steps": 6, "stragglers": (Jitter(mean=0.5),)}
-    experiment, profile = profiled(layers, {name: 0.123456789012345}, **options)
-    assert agree(Case(experiment=with_profile(experiment, profile))) == "vector"
-
-
 def test_what_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference counts the events of its clock before they begin, whoever asked for it."""
     monkeypatch.setattr("sim.reference.engine.MOST_EVENTS", 29)
@@ -179,24 +128,6 @@ def test_what_takes_hours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=r"29 at most \(got 56 events\)") as caught:
             simulate(with_profile(experiment, profile), engine=engine)
         assert "fewer steps" in str(caught.value.hint)
-
-
-def test_an_engine_that_there_is_not_is_refused() -> None:
-    """By name, with those that there are."""
-    with pytest.raises(ConfigError, match="no such engine") as caught:
-        simulate(layered([(250, 10, 20)], inter=link(8)), engine="warp")  # type: ignore[arg-type]  # that is the test
-    assert "reference" in str(caught.value.hint)
-
-
-def test_progress_is_told_of_every_run() -> None:
-    """Whoever simulates, the last word is that all steps are done."""
-    told: list[tuple[int, int]] = []
-    experiment = layered([(250, 10, 20)], inter=link(8), steps=7, warmup_steps=2)
-    for engine in ("reference", "vector"):
-        told.clear()
-        simulate(experiment, engine=engine, progress=lambda done, total: told.append((done, total)))
-        assert told[-1] == (9, 9)
-        assert told == sorted(told)
 
 
 def test_trainers_that_end_steps_apart() -> None:
@@ -215,115 +146,9 @@ def test_trainers_that_end_steps_apart() -> None:
     assert (starts.nunique(axis=1) > 1).sum() > 50
 
 
-def test_a_collective_that_starts_beside_compute_goes_faster_behind_it() -> None:
-    """By hand: 4 bytes start at 1, beside compute until 2: 1 / 1.3 of them are through, and the rest takes 3.23 ns; the end is at 5."""
-    experiment, profile = profiled([([1], [0], 1, 1)], {"collective_contention": 0.3}, inter=link(8), steps=2)
-    for engine in ("reference", "vector"):
-        assert in_ns(simulate(with_profile(experiment, profile), engine=engine), "start_s") == [0, 5] * 2
-
-
-@pytest.mark.parametrize("contention", [0.0, 0.25])
-def test_the_last_moment_of_a_run_is_the_same_for_both(contention: float) -> None:
-    """A run may end at 2^60 ns, by arrays or event by event, and no later: beyond, 64 bits do not hold what is computed from it."""
-    for last_ns in (2**60, 2**60 + 2):
-        ready = last_ns // 2 - 1_000  # the all-reduce of 1000 bytes over 8 Gbit/s ends the step
-        experiment, profile = profiled([([250], [ready], 0, ready)], {"contention": contention}, inter=link(8), steps=2)
-        case = Case(experiment=with_profile(experiment, profile))
-        way = agree(case)
-        assert (way == "refused") == (last_ns > 2**60)
-        if way == "refused":
-            refusal = outcome(case, "vector")
-            assert isinstance(refusal, ConfigError)
-            assert "64 bits" in str(refusal)
-
-
 def test_steps_of_years_are_refused_by_both() -> None:
     """A step of 60 years that takes three times as long, twice: the same error, whoever simulates."""
     year_ns = 365 * 86_400 * 10**9
     slow = Jitter(distribution="constant", mean=2.0)
     experiment = layered([(250, 30 * year_ns, 30 * year_ns)], inter=link(8), steps=2, stragglers=(slow,))
     assert agree(Case(experiment=experiment)) == "refused"
-
-
-def test_long_steps_do_not_overflow_on_the_way() -> None:
-    """Minutes of compute with X near a hundred: (1 + X) base 2^24 leaves 64 bits, and the result does not."""
-    experiment = layered([(250, 2 * 10**10, 8 * 10**10)], inter=link(8), steps=3, stragglers=(Jitter(mean=90.0),))
-    vector = simulate(experiment, engine="vector", timeline=False).steps
-    assert vector.equals(simulate(experiment, engine="reference", timeline=False).steps)
-
-
-def test_hours_of_compute_on_fast_nodes_take_their_share() -> None:
-    """Nodes with a slowdown of 0.75 take three quarters of 10,000 s a step, and the all-reduce of 1000 bytes 1000 ns."""
-    fast = (NodeOverride(nodes=(0, 1), slowdown=0.75),)
-    for engine in ("reference", "vector"):
-        experiment = layered([(250, 2 * 10**12, 8 * 10**12)], inter=link(8), steps=3, node_overrides=fast)
-        assert simulate(experiment, engine=engine).steps["start_s"].tolist() == [0.0, 7_500.000001, 15_000.000002] * 2
-
-
-def test_more_than_a_million_times_the_compute_is_refused() -> None:
-    """A straggler of a million on a node that is a thousand times as slow: by name, whoever simulates."""
-    slow = {"stragglers": (SlowRank(ranks=(0,), factor=10**6),), "node_overrides": (NodeOverride(nodes=(0,), slowdown=1e3),)}
-    for engine in ("reference", "vector"):
-        with pytest.raises(ConfigError, match=r"cluster.node_overrides: .* \(got 1e\+09 times\)"):
-            simulate(layered([(250, 10, 20)], inter=link(8), **slow), engine=engine)
-
-
-def test_figures_come_from_whole_nanoseconds_and_bytes() -> None:
-    """A step of 1,030 ns counts after a week in which two loaders make its batch; no float holds the sum of five times 2^54 + 4 bytes."""
-    week = HostWork(load=Nanoseconds(7 * 86_400 * 10**9), loaders=2)
-    late = layered([(250, 10, 20)], inter=link(8), warmup_steps=1, also={"host": week})
-    large = layered([(2**52 + 1, 10, 20)], inter=link(8), steps=5)
-    for engine in ("reference", "vector"):
-        for table in (True, False):
-            assert simulate(late, engine=engine, table=table).summary.wall_s == 1_030 / 1e9
-            assert simulate(large, engine=engine, table=table).summary.bytes_sent_per_trainer == 5 * (2**54 + 4)
-
-
-@pytest.mark.slow
-def test_vector_runs_are_the_same_bytes_in_every_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """This process and one with another hash seed write equal tables and, but for the run's id, equal summaries."""
-    script = tmp_path / "script.py"
-    script.write_text("""
-import dataclasses, sys
-from sim_cases import layered, link
-from fleetbench.stragglers import Jitter
-from sim.run import simulate
-local = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
-free = {"sync_nccl_allreduce": False, "nccl_comm_num": 2}
-for name, strategy in (("local", local), ("free", free)):
-    experiment = layered([(250, 10_000, 20_000)] * 3, inter=link(8), nodes=5, steps=20, stragglers=(Jitter(mean=0.4),), strategy=strategy)
-    result = simulate(experiment, engine="vector")
-    result.steps.to_parquet(f"{sys.argv[1]}-{name}.parquet", index=False)
-    print(dataclasses.replace(result.summary, run_id="").to_json())
-""")
-    environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join([*sys.path])}
-    command = [sys.executable, str(script), str(tmp_path / "1")]
-    outputs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout]
-    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "2")])
-    runpy.run_path(str(script), run_name="__main__")
-    outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
-    for name in ("local", "free"):
-        assert (tmp_path / f"1-{name}.parquet").read_bytes() == (tmp_path / f"2-{name}.parquet").read_bytes()
-    assert json.loads(outputs[0].split("\n}\n")[0] + "}")["engine"] == "vector"
-
-
-def test_a_table_is_kept_when_asked_or_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the limit the summary says that it was left out; asked for, it is there, whoever simulates."""
-    monkeypatch.setattr("sim.run.MOST_ROWS", 5)
-    experiment = layered([(250, 10, 20)], inter=link(8), steps=3)
-    for engine in ("reference", "vector"):
-        left_out = simulate(experiment, engine=engine)
-        assert left_out.steps.empty
-        assert list(left_out.steps.columns) == list(simulate(experiment, engine=engine, table=True).steps.columns)
-        assert [entry["what"] for entry in left_out.summary.skipped] == ["steps.parquet"]
-        asked = simulate(experiment, engine=engine, table=True)
-        assert len(asked.steps) == 6
-        assert asked.summary.skipped == ()
-        changes = {"skipped": (), "run_id": ""}
-        close = {"step_s": {}, "wall_s": 0.0, "samples_per_s": 0.0, "wait_s": 0.0, "exposed_comm_s": 0.0, "other_s": 0.0, "compute_s": 0.0}
-        assert dataclasses.replace(left_out.summary, **changes, **close) == dataclasses.replace(asked.summary, **changes, **close)
-        assert left_out.summary.wall_s == pytest.approx(asked.summary.wall_s, rel=1e-12)
-        assert left_out.summary.step_s == pytest.approx(asked.summary.step_s, rel=1e-12)

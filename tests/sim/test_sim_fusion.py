@@ -11,15 +11,13 @@ import random
 from typing import Any
 
 import pytest
-from sim_cases import carried_ns, in_ns, layered, link, profiled, with_profile
+from sim_cases import in_ns, link, profiled, with_profile
 
-from fleetbench.experiment import Experiment
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.layers import LayerTable
 from fleetbench.profile import all_reduce_cost, table_for
 from fleetbench.quantities import MIB, BitsPerSecond
 from fleetbench.result import RunResult
-from fleetbench.stragglers import SlowRank
 from plan.transfers import end_ns, partitions
 from sim.many.objective import StepTime
 from sim.network.algorithms import ring
@@ -35,27 +33,6 @@ def run(strategy: dict[str, Any], **options: Any) -> RunResult:
     """The case of this file under a fusion."""
     experiment, profile = profiled(LAYERS, {}, inter=link(8, 50), strategy=strategy, **options)
     return simulate(with_profile(experiment, profile))
-
-
-def test_merging_by_cost_sends_the_first_alone_and_the_others_together() -> None:
-    """The second is not ready within the first one's latency, the third within the second's: 1050 to 1230."""
-    result = run(FUSE | {"fusion": "merged_gradient"})
-    assert [bucket.gradients for bucket in result.plan.buckets] == [("layer2.p0",), ("layer1.p0", "layer0.p0")]
-    assert carried_ns(result) == {"all_reduce 0": (100, 240), "all_reduce 1": (1_050, 1_230)}
-    assert in_ns(result, "exposed_comm_s") == [180, 180]
-
-
-@pytest.mark.slow
-def test_no_size_of_buckets_is_as_fast() -> None:
-    """One each ends at 1280, the first two together at 1320, all together at 1270: every size and count is one of these."""
-    stalls = set()
-    for nbytes in range(0, 140, 20):
-        for count in (0, 1, 2, 3):
-            # A group closes when it has more than the count: two gradients need a count of 1, which means no cap.
-            result = run(FUSE | {"fuse_grad_size_in_MB": nbytes / MIB, "fuse_grad_count": count})
-            stalls.add(in_ns(result, "exposed_comm_s")[0])
-    assert stalls == {230, 270, 220}
-    assert in_ns(run({"fuse_all_reduce_ops": False}), "exposed_comm_s") == [230, 230]
 
 
 @pytest.mark.sample(2)
@@ -111,24 +88,6 @@ def test_the_lines_of_the_cost_are_what_a_simulated_ring_takes() -> None:
         assert max(latency + rate * nbytes for latency, rate in cost.lines) == pytest.approx(took_ns, rel=1e-12)
 
 
-def drawn(draw: random.Random) -> Experiment:
-    """Layers, links and trainers at random: latencies that decide, and none; gradients that are ready together, and far apart."""
-    layers = [(draw.choice([1_000, 10**5, 10**6, 4 * 10**6]), 1, draw.randint(0, 3_000_000)) for _ in range(draw.randint(3, 25))]
-    links = [link(draw.choice([1, 10, 100, 1000]), draw.choice([0, 3_000, 20_000, 200_000])) for _ in range(2)]
-    nodes, per_node = draw.choice([1, 2, 4]), draw.choice([2, 4, 8])
-    return layered(layers, nodes=nodes, trainers_per_node=per_node, intra=links[0], inter=links[1], strategy=FUSE)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_no_fixed_size_is_faster_on_the_simulated_clock(seed: int) -> None:
-    """Of ten sizes, and one bucket for each gradient or for all; each bucket's end is rounded to a nanosecond."""
-    experiment = drawn(random.Random(seed))  # noqa: S311  # test cases, no secret
-    step_s = StepTime(experiment)
-    best = step_s(experiment.strategy.replace(fusion="optimal"))
-    for size in (0, 0.01, 0.1, 0.5, 1, 2, 4, 8, 16, 32, 64):
-        assert best <= step_s(experiment.strategy.replace(fuse_grad_size_in_MB=size, fuse_grad_count=0)) + 30e-9, size
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_no_fixed_size_is_faster_where_compute_and_exchange_disturb_each_other(seed: int) -> None:
     """As above, by 1 % at most: starting takes compute, and on the cores of a CPU both slow each other."""
@@ -148,18 +107,6 @@ def test_no_fixed_size_is_faster_where_compute_and_exchange_disturb_each_other(s
     best = step_s(case[0].strategy.replace(fusion="optimal"))
     for size in (0, 0.01, 0.1, 0.5, 1, 2, 4, 8, 16, 32, 64):
         assert best <= 1.01 * step_s(case[0].strategy.replace(fuse_grad_size_in_MB=size, fuse_grad_count=0)), size
-
-
-def test_stragglers_delay_what_it_plans_by() -> None:
-    """Where every step takes twice as long, it plans for gradients that are ready twice as late, which need more buckets."""
-    layers = [(40, 0, 100)] * 10
-    plain = layered(layers, inter=link(8, 40), strategy=FUSE | {"fusion": "optimal"}, steps=2)
-    late = plain.replace(cluster=dataclasses.replace(plain.cluster, stragglers=(SlowRank(ranks=(1,), factor=2.0),)))
-    twice = layered([(40, 0, 200)] * 10, inter=link(8, 40), strategy=FUSE | {"fusion": "optimal"}, steps=2)
-    groups = [[bucket.gradients for bucket in simulate(case).plan.buckets] for case in (plain, late, twice)]
-    assert all_reduce_cost(late, table_for(late)).slowest == 2.0
-    assert len(groups[0]) < len(groups[1])
-    assert groups[1] == groups[2]
 
 
 @pytest.mark.parametrize(("optimizer", "num_state_slots"), [("sgd", 0), ("momentum", 1), ("adagrad", 1), ("adam", 2)])

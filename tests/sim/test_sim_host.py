@@ -12,11 +12,9 @@ import pandas as pd
 import pytest
 from sim_cases import assemble, in_ns, layered, link, profiled, with_profile
 
-from fleetbench.errors import ConfigError
 from fleetbench.measurements import Threads
 from fleetbench.quantities import Bytes, Nanoseconds
 from fleetbench.result import RunResult
-from fleetbench.stragglers import SlowRank
 from fleetbench.workload import HostWork, LayerSpec
 from sim.run import Engine, simulate
 
@@ -34,23 +32,6 @@ def test_reading_that_falls_behind_sets_the_pace() -> None:
     assert in_ns(result, "start_s")[:4] == [0, 1200, 2100, 3000]
     assert in_ns(result, "other_s") == [900] + [600] * 11
     assert result.summary.step_s["p50"] == pytest.approx(900e-9)
-
-
-@pytest.mark.parametrize(("loaders", "step_ns"), [(1, 900), (2, 450), (3, 300), (4, 300)])
-def test_more_loaders_make_more_batches(loaders: int, step_ns: int) -> None:
-    """A step takes the longer of its own 300 ns and 900 / loaders: 121 steps, the last 120 of them in a steady state."""
-    starts = in_ns(run({"load": 900, "loaders": loaders}, steps=241), "start_s")
-    assert starts[240] - starts[120] == 120 * step_ns  # type: ignore[operator]  # no start is null
-
-
-def test_without_loaders_the_loop_loads() -> None:
-    """900 + 7 of the loop's own + 300, every step."""
-    assert in_ns(run({"load": 900, "read": 7}, steps=3), "start_s") == [0, 1207, 2414]
-
-
-def test_an_update_takes_its_time() -> None:
-    """300 of compute and 40 of the optimizer, every step."""
-    assert in_ns(run({"update": 40}, steps=3), "start_s") == [0, 340, 680]
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])
@@ -74,21 +55,6 @@ def test_what_is_declared_is_as_if_it_were_measured(engine: Engine, strategy: di
     assert other["update_s"].max() >= 40e-9
 
 
-def test_loading_hides_behind_communication_too() -> None:
-    """A step of 300 + 20 + 1000 ns is longer than a batch: nothing is waited for but the first."""
-    result = run({"load": 900, "loaders": 1}, nodes=2, steps=4)
-    assert in_ns(result, "other_s") == [900, 0, 0, 0] * 2
-    assert in_ns(result, "start_s") == [0, 2220, 3540, 4860] * 2
-
-
-def test_a_trainer_behind_its_reading_makes_the_others_wait_no_less() -> None:
-    """Rank 1 computes 600 and rank 0 300, then both 1020: with a batch in 2000 they are late by reading, and rank 0 still waits 300."""
-    result = run({"load": 2000, "loaders": 1}, nodes=2, steps=6, stragglers=(SlowRank(ranks=(1,), factor=2.0),))
-    assert in_ns(result, "wait_s")[:6] == [300] * 6
-    starts = in_ns(result, "start_s")
-    assert starts[:6] == starts[6:] == [0, *(2000 + 600 + 1020 + 2000 * n for n in range(5))]
-
-
 @pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize(
     ("every", "expected"), [(3, [0, 0, 0, 50, 0, 0, 50]), (1, [0, *[50] * 5, 100]), (7, [0, 0, 0, 0, 0, 0, 50]), (100, [0] * 7)]
@@ -101,36 +67,6 @@ def test_results_are_read_back_every_so_many_steps(engine: Engine, every: int, e
     assert in_ns(result, "start_s")[-1] == 6 * 300 + sum(expected[:-1])
     assert result.summary.wall_s == pytest.approx((7 * 300 + 7 // every * 50) * 1e-9)
     assert result.summary.skipped == ()
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_everybody_reads_back_in_the_same_step(engine: Engine) -> None:
-    """Two trainers whose step takes 300 + 20 + 1000 ns: 12 steps with n = 5 take 12 x 1320 + 2 x 50, whoever simulates."""
-    what = layered(LAYER, inter=link(8, 10), steps=12, also={"host": HostWork(fetch=Nanoseconds(50))}, strategy={"fetch_every_n_steps": 5})
-    assert simulate(what, engine=engine).summary.wall_s == pytest.approx((12 * 1320 + 2 * 50) * 1e-9)
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_results_are_read_back_where_compute_and_collectives_overlap(engine: Engine) -> None:
-    """Two buckets, of which the first is reduced beside the second's backward, half as fast: 7 steps, two of them 50 ns longer."""
-    options: dict[str, Any] = {"inter": link(8), "steps": 7, "strategy": {"fetch_every_n_steps": 3}}
-    layers: Any = [([100], [50], 100, 50), ([100], [100], 0, 50)]
-    with_fetch, slow = ({"collective_contention": 1.0} | more for more in ({"fetch": Nanoseconds(50)}, {}))
-    experiment, profile = profiled(layers, with_fetch, **options)
-    plain, without = profiled(layers, slow, **options)
-    found = simulate(with_profile(experiment, profile), engine=engine)
-    assert found.summary.engine is not None
-    assert engine in found.summary.engine
-    starts, expected = (in_ns(result, "start_s")[:7] for result in (found, simulate(with_profile(plain, without), engine=engine)))
-    late = [0, 0, 0, 0, 50, 50, 50]
-    assert starts == [start + more for start, more in zip(expected, late, strict=True)]  # type: ignore[operator]  # no start is null
-    assert in_ns(found, "other_s")[:7] == [0, 0, 0, 50, 0, 0, 50]
-
-
-def test_fetching_where_nobody_says_what_it_takes_is_skipped_by_name() -> None:
-    """Declared layers without ``host.fetch`` do not know it."""
-    result = run({"read": 1}, steps=2, strategy={"fetch_every_n_steps": 3})
-    assert [entry["what"] for entry in result.summary.skipped] == ["strategy.fetch_every_n_steps"]
 
 
 @pytest.mark.parametrize(("cores", "forward_ns"), [(8, 100), (4, 160), (2, 320)])
@@ -146,16 +82,3 @@ def test_threads_without_a_core_slow_compute(cores: int, forward_ns: int) -> Non
     result = simulate(with_profile(experiment, dataclasses.replace(profile, threads=lines, cores=8)))
     assert in_ns(result, "forward_s") == [forward_ns] * 2
     assert in_ns(result, "backward_s") == [2 * forward_ns] * 2
-
-
-@pytest.mark.parametrize("host", [{"read": -1}, {"load": -1}, {"fetch": -1}, {"loaders": -1}, {"prefetch": 0}])
-def test_impossible_host_work_is_refused(host: dict[str, Any]) -> None:
-    """With what would be possible."""
-    with pytest.raises(ConfigError, match="HINT"):
-        HostWork(**host)
-
-
-def test_host_work_of_a_measured_model_is_the_profiles() -> None:
-    """It is declared beside declared layers only."""
-    with pytest.raises(ConfigError, match=r"host"):
-        profiled([([100], [200], 100, 200)], {}, also={"host": HostWork(read=Nanoseconds(1))})

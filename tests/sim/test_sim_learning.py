@@ -23,7 +23,6 @@ from fleetbench.workloads.data.data import open_batches, prepare
 from fleetbench.workloads.models.registry import build_model
 from fleetbench.workloads.training import sampler_of
 from sim.learning.gradients import Problem
-from sim.learning.prepared import one_thread
 from sim.learning.trajectory import CLOCK, LEARNT, key_of, learnt_from
 from sim.learning.virtual_training import VirtualTraining
 
@@ -120,24 +119,6 @@ def test_a_graph_moves_statistics_as_the_loop() -> None:
     assert torch.equal(buffers[0], _repeated(model[1].running_mean, 5)), "a way changes nothing that it is given"
 
 
-@pytest.mark.slow
-def test_a_graph_of_some_trainers_at_a_time_computes_as_one_of_all() -> None:
-    """Five trainers in parts of three or two, of which the last overlaps, have the gradients, losses and statistics of the loop."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    buffers = [_repeated(value, 5) for value in model.buffers()]
-    for shares, together in ((False, 3), (False, 2), (True, 3)):
-        parameters = [torch.randn_like(_repeated(value, 1 if shares else 5)) for value in model.parameters()]
-        problem = Problem(model=model, compare=cross_entropy, trainers=5, shares=shares, averages=False)
-        graph = None
-        for _ in range(2):
-            batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(0, 2, (5, 6))
-            arguments = (parameters, buffers, torch.tensor(4.0, dtype=torch.float64), *batch)
-            graph = graph or problem.graph(*arguments, together=together)
-            for found, expected in zip(graph(*arguments), problem.loop(*arguments), strict=True):
-                torch.testing.assert_close(found, expected)
-
-
 def _repeated(value: torch.Tensor, members: int) -> torch.Tensor:
     return value.detach().expand(members, *value.shape).clone()
 
@@ -187,17 +168,6 @@ def test_trainers_together_are_one_process(trainers: int, strategy: dict[str, ob
         torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone"), rtol=1e-9, atol=1e-10)
 
 
-def test_a_trainer_alone_steps_outside_too(tmp_path: Path) -> None:
-    """Rounds of four updates of one trainer end with torch's own SGD on the difference."""
-    workload = {"model_options": {"hidden": 12}, "batch_size": 5, "steps": 32, "optimizer": "momentum", "dtype": "float64"}
-    configs = {"k_steps": 4, "schedule": "torch", "begin_step": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
-    strategy = {"localsgd": True, "localsgd_configs": configs}
-    experiment = Experiment.from_dict({"workload": workload, "strategy": strategy, "run": {"warmup_steps": 0}})
-    training = VirtualTraining(experiment, tmp_path)
-    training.run()
-    torch.testing.assert_close(training.replicas.evaluated(), _alone(experiment, tmp_path / "alone", every=4), rtol=1e-9, atol=1e-10)
-
-
 def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
     """A field that is added to the strategy is refused by name until it is said what virtual trainers make of it."""
     assert not LEARNT & CLOCK
@@ -214,19 +184,6 @@ def test_every_field_is_learnt_or_the_clocks_or_refused() -> None:
             learnt_from(experiment)
 
 
-@pytest.mark.slow
-def test_what_all_trainers_at_once_take_is_in_proportion_to_their_number(tmp_path: Path) -> None:
-    """Parameters, gradients and activations are each trainer's own; the joint batch is not counted once for each of them."""
-
-    def taken(trainers: int) -> int:
-        workload = {"model_options": {"hidden": 8}, "data": "synthetic", "batch_size": 4, "steps": 2}
-        strategy = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
-        experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": trainers}, "strategy": strategy})
-        return VirtualTraining(experiment, tmp_path / str(trainers), "graph").num_bytes
-
-    assert taken(64) - taken(32) == 2 * (taken(32) - taken(16))
-
-
 def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a training takes is compared with what is free: parameters, gradients and momentum of every trainer, in bytes."""
     workload = {"model_options": {"hidden": 100}, "data": "synthetic", "batch_size": 1, "steps": 2, "optimizer": "momentum"}
@@ -239,18 +196,6 @@ def test_too_many_trainers_are_refused_before_they_take_memory(monkeypatch: pyte
         VirtualTraining(experiment, tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2 * least))
     assert least < VirtualTraining(experiment, tmp_path).num_bytes < 1.2 * least
-
-
-def test_virtual_trainers_compute_with_all_digits_whatever_the_caller_has_set() -> None:
-    """On a GPU, products and convolutions of float32; the caller has its own settings again afterwards."""
-    torch.set_float32_matmul_precision("high")
-    try:
-        with one_thread():
-            inside = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.get_num_threads()
-        assert inside == ("highest", False, 1)
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_only_what_is_learnt_from_is_in_the_key() -> None:

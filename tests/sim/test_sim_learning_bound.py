@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.workload import Workload
 from real.estimate.step import estimated
@@ -62,14 +61,6 @@ def looks(experiment: Experiment, seconds: float) -> list[float]:
     return times
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("wide_deep", marks=pytest.mark.slow)])
-def test_a_training_looks_at_the_time_within_a_step(name: str) -> None:
-    """Before each trainer's batch."""
-    times = looks(of(WORKLOADS[name]), 3.0)
-    assert max(later - sooner for sooner, later in pairwise(times)) < FARTHEST_S
-    assert times[-1] - times[0] < 3.0 + FARTHEST_S
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [True, False])
 def test_servers_trainers_look_at_the_time_too(is_async: bool, tmp_path: Path) -> None:
@@ -87,11 +78,3 @@ def test_a_limit_ends_a_training_in_the_middle_of_its_first_step() -> None:
     with pytest.raises(TimeoutError):
         by_virtual_trainers(of({**WORKLOADS["mlp"], "target_loss": 1e-9}, cluster={"nodes": 32}), 1.0)
     assert time.process_time() - begin < 1.0 + FARTHEST_S
-
-
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPT of 100e9 parameters."""
-    monkeypatch.setattr("sim.learning.prepared.build_model", lambda *_: pytest.fail("built"))
-    large = {"model": "gpt", "data": "synthetic", "model_options": {"layers": 80, "hidden": 10_240, "heads": 80}}
-    with pytest.raises(ConfigError, match="do not fit into memory"):
-        train(of(large))

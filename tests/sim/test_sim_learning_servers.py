@@ -21,7 +21,7 @@ from fleetbench.workloads.models.registry import build_model, loss_of
 from fleetbench.workloads.training import sampler_of
 from sim.learning.served import Played, ServedReplay, served_job
 from sim.learning.trajectory import key_of
-from sim.learning.virtual_training import Trajectories, train
+from sim.learning.virtual_training import train
 from sim.run import simulate
 from sim.servers.actor import Act, Order
 from sim.servers.simulate import execute
@@ -389,22 +389,6 @@ def test_a_limit_holds_while_the_order_is_still_simulated(monkeypatch: pytest.Mo
 
     with pytest.raises(TimeoutError):
         train(served(DIGITS, ASYNCHRONOUS), look=ends)
-
-
-@pytest.mark.slow
-def test_synchronous_servers_learn_the_same_over_any_link(tmp_path: Path) -> None:
-    """One training serves all bandwidths: what is done one by one is the same; not so with asynchronous servers."""
-    said: list[str] = []
-    known = Trajectories(tmp_path, said.append)
-    for strategy, num in ((SYNCHRONOUS, 1), (ASYNCHRONOUS, 2)):
-        said.clear()
-        for bandwidth in ("10 Mbit/s", "1 Gbit/s"):
-            known.of(served(DIGITS, strategy, inter={"bandwidth": bandwidth, "latency": "20 us"}))
-        assert len(said) == num
-        assert said[0].startswith("3 virtual trainers take ")
-    again = Trajectories(tmp_path, said.append)
-    stored = again.of(served(DIGITS, SYNCHRONOUS))
-    assert stored.to_dict() == known.of(served(DIGITS, SYNCHRONOUS)).to_dict()
 
 
 def test_messages_are_as_large_as_the_data_make_them(tmp_path: Path) -> None:

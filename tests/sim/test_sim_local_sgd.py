@@ -35,39 +35,6 @@ def test_a_round_by_hand() -> None:
     assert result.summary.wall_s == pytest.approx(2680e-9)
 
 
-def test_trainers_meet_where_the_schedule_says() -> None:
-    """K = 4 from step 1 closes rounds at 1, 5, 9 and 13, of 1, 4, 4 and 4 steps; between them nobody waits."""
-    result = simulate(layered([(250, 10_000, 20_000)], nodes=3, inter=link(8), steps=13, strategy=every(4), stragglers=(Jitter(mean=0.5),)))
-    steps = result.steps
-    for _, own in steps.groupby("rank"):
-        closed = own[own["local_steps"].notna()]
-        assert list(closed["step"]) == [1, 5, 9, 13]
-        assert list(closed["local_steps"]) == [1, 4, 4, 4]
-        between = own[own["local_steps"].isna()]
-        assert (between["wait_s"] == 0).all()
-        assert (between["exposed_comm_s"] == 0).all()
-        assert (between["bytes_sent"] == 0).all()
-    assert (steps.loc[steps["local_steps"].notna(), "exposed_comm_s"] > 0).all()
-    assert result.summary.num_syncs == 4
-    assert result.summary.local_steps == {"mean": 3.25, "min": 1, "max": 4}
-
-
-def test_training_that_ends_inside_a_round_averages_first() -> None:
-    """K = 4 and 3 steps of 300 ns: the last step also carries the average of T = 20 + 1000."""
-    result = simulate(layered([(250, 100, 200)], inter=link(8, 10), steps=3, strategy=every(4)))
-    assert in_ns(result, "start_s") == [0, 1320, 1620] * 2
-    assert in_ns(result, "exposed_comm_s") == [1020, 0, 1020] * 2
-    assert result.steps["local_steps"].fillna(0).tolist() == [1, 0, 2] * 2
-    assert result.summary.bytes_sent_per_trainer == 2000
-
-
-def test_warm_up_steps_average_every_time() -> None:
-    """Steps up to ``begin_step`` synchronise, those before step 1 among them."""
-    result = simulate(layered([(250, 100, 200)], inter=link(8, 10), steps=6, warmup_steps=2, strategy=every(4, begin_step=2)))
-    own = result.steps[(result.steps["rank"] == 0) & result.steps["local_steps"].notna()]
-    assert list(own["step"]) == [-1, 0, 1, 2, 6]
-
-
 def test_a_round_lasts_as_long_as_the_slowest_sum() -> None:
     """A round of K steps takes base x K x (1 + E[max over ranks of the mean of K draws]): numpy draws say the same.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,12 @@ from fleetbench.experiment import Experiment
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.profile import Profile, compute_key
 from fleetbench.quantities import Nanoseconds
-from sim.learning.virtual_training import Trajectories, train
+from sim.learning.virtual_training import train
 from sim.many.seeds import OverSeeds, over_seeds
 from sim.many.sweep import sweep
 from sim.run import simulate
 
 STEP_NS = 300
-ALIKE: dict[str, Any] = {"lr": 0.02}
-NOISY: dict[str, Any] = {"lr": 0.2, "data_options": {"teacher": 32, "noise": 0.2}, "unlike_data": 0.8}
 
 
 def _experiment(name: str, **workload: Any) -> Experiment:
@@ -90,7 +89,7 @@ def test_what_was_learnt_from_something_else_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_sweep_of_the_cluster_trains_once(tmp_path: Path) -> None:
-    """Points that differ in the link share a trajectory, in memory and in the store; a point with another K has its own."""
+    """Points that differ in the link share a trajectory; a point with another K has its own."""
     trained: list[str] = []
     (tmp_path / "experiment").mkdir()
     profiled_experiment(tmp_path / "experiment").save(tmp_path / "e.toml")
@@ -99,52 +98,12 @@ def test_a_sweep_of_the_cluster_trains_once(tmp_path: Path) -> None:
         return Experiment.load(tmp_path / "e.toml", ["workload.model_options.hidden=8", "strategy.localsgd=true", *more])
 
     axes = ["cluster.intra.bandwidth=1 Gbit/s,2 Gbit/s,4 Gbit/s", "strategy.localsgd_configs.k_steps=2,8"]
-    table = sweep(_unprofiled(load, tmp_path), axes, learn=Trajectories(tmp_path / "runs", trained.append).of).table
+    table = sweep(_unprofiled(load, tmp_path), axes, learn=partial(train, say=trained.append)).table
     assert len(trained) == 2
     assert trained[0].startswith("2 virtual trainers take ")
     assert table.groupby("strategy.localsgd_configs.k_steps")["final_loss"].nunique().tolist() == [1, 1]
     assert table["final_loss"].nunique() == 2
     assert table.groupby("strategy.localsgd_configs.k_steps")["wall_s"].nunique().tolist() == [3, 3]
-    again = sweep(_unprofiled(load, tmp_path), axes, learn=Trajectories(tmp_path / "runs", trained.append).of).table
-    assert len(trained) == 2
-    assert again.equals(table)
-    damaged = next((tmp_path / "runs").glob("learnt/*/losses.parquet"))
-    damaged.write_bytes(damaged.read_bytes()[:-9] + b"otherwise")
-    with pytest.raises(ConfigError, match=r"losses\.parquet"):
-        sweep(_unprofiled(load, tmp_path), axes, learn=Trajectories(tmp_path / "runs", trained.append).of)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    ("workload", "says"),
-    [
-        (ALIKE, "does not notice strategy.localsgd_configs.k_steps"),
-        pytest.param(NOISY, None, marks=pytest.mark.slow),
-        (
-            {**ALIKE, "lr": 1e9, "steps": 32},
-            "the held-out loss is not finite where strategy.localsgd_configs.k_steps is 1, 64: set a lower workload.lr",
-        ),
-    ],
-    ids=["alike", "noisy", "diverges"],
-)
-def test_a_sweep_says_where_a_workload_does_not_notice_k(tmp_path: Path, workload: dict[str, Any], says: str | None) -> None:
-    """Noise-free labels of a linear teacher are learnt in as many steps at K = 1 and 64; noise and unlike data take more at 64."""
-
-    def load(more: Any) -> Experiment:
-        data = {
-            "workload": {"model": "mlp", "model_options": {"hidden": 16}, "data": "synthetic", "steps": 256, "eval_every": 8, **workload},
-            "cluster": {"trainers_per_node": 4, "intra": {"bandwidth": "1 Gbit/s", "latency": "1 us"}},
-            "strategy": {"localsgd": True, "localsgd_configs": {"schedule": "torch"}},
-            "run": {"warmup_steps": 0},
-        }
-        experiment = Experiment.from_dict(data)
-        k_steps = int(more[0].partition("=")[2])
-        configs = dataclasses.replace(experiment.strategy.localsgd_configs, k_steps=k_steps)
-        return experiment.replace(strategy=experiment.strategy.replace(localsgd_configs=configs))
-
-    learn = Trajectories(tmp_path, lambda _text: None).of
-    note = sweep(_unprofiled(load, tmp_path), ["strategy.localsgd_configs.k_steps=1,64"], learn=learn).note
-    assert note is None if says is None else says in str(note)
 
 
 def test_a_sweep_of_any_key_says_where_training_diverged(tmp_path: Path) -> None:
@@ -155,7 +114,7 @@ def test_a_sweep_of_any_key_says_where_training_diverged(tmp_path: Path) -> None
         cluster = {"trainers_per_node": 2, "intra": {"bandwidth": "1 Gbit/s", "latency": "1 us"}}
         return Experiment.from_dict({"workload": data, "cluster": cluster, "run": {"warmup_steps": 0}})
 
-    found = sweep(_unprofiled(load, tmp_path), ["workload.lr=0.05,1e9"], learn=Trajectories(tmp_path, lambda _text: None).of)
+    found = sweep(_unprofiled(load, tmp_path), ["workload.lr=0.05,1e9"], learn=train)
     assert found.note == "the held-out loss is not finite where workload.lr is 1e9: set a lower workload.lr"
 
 
@@ -178,11 +137,10 @@ def _unprofiled(load: Any, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_seeds_that_never_arrive_count_as_the_latest(tmp_path: Path) -> None:
+def test_seeds_that_never_arrive_count_as_the_latest() -> None:
     """Every seed trains from parameters of its own; the median is over all runs, and none where fewer than half arrive."""
     experiment = _experiment("local, fleet", steps=30, target_loss=2.2)
-    known = Trajectories(tmp_path, lambda _text: None)
-    found = over_seeds(experiment, 3, learn=known.of)
+    found = over_seeds(experiment, 3, learn=train)
     assert len({summary.final_loss for summary in found.summaries}) == 3
     assert found.intervals["final_loss"].mean == pytest.approx(np.mean([summary.final_loss for summary in found.summaries]))
     first = found.summaries[0]

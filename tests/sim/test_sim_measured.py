@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tomllib
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from benchmark_outputs import ALL_REDUCE, OTHERS, nccl_tests
+from benchmark_outputs import ALL_REDUCE, nccl_tests
 from sim_cases import carried_ns, link
 
 from fleetbench.cluster import Measured as Declared
@@ -20,7 +19,6 @@ from fleetbench.measurements import CollectivePoint
 from fleetbench.quantities import Bytes, Nanoseconds
 from sim.network.links import Links
 from sim.network.measured import MeasuredNccl
-from sim.network.nccl import GENERATIONS, Nccl
 from sim.run import simulate
 
 SIZES = tuple(2**power for power in range(3, 33))
@@ -57,18 +55,6 @@ def declared(nodes: int, took: Callable[[int, int], int], kind: str = "all_reduc
     return Declared(kind=kind, trainers=4 * nodes, points=points)  # type: ignore[arg-type]  # one of its kinds
 
 
-def test_measurements_of_more_nodes_tell_one_node_nothing() -> None:
-    """A box without a network, and a log of sixteen GPUs: as without the log."""
-    table = {"model": "layers", "layers": [{"name": "a", "params": 10**6, "forward": "1 ms", "backward": "1 ms"}]}
-    log = {"trainers": 16, "points": [{"nbytes": "1 MiB", "took": "90 us"}, {"nbytes": "64 MiB", "took": "900 us"}]}
-    box = {"preset": "1 x 8 H100", "collective": "nccl-hopper"}
-    run = {"device": "cuda", "backend": "nccl"}
-    alone, beside = (
-        simulate(Experiment.from_dict({"workload": table, "cluster": box | more, "run": run})) for more in ({}, {"measured": [log]})
-    )
-    assert beside.summary.wall_s == alone.summary.wall_s
-
-
 def predicted(nodes: int, own: Links) -> list[float]:
     """Of all sizes on so many nodes."""
     way = MeasuredNccl("all_reduce", range(4 * nodes), own)
@@ -96,30 +82,6 @@ def test_what_was_measured_is_taken() -> None:
     assert way.route(3 * 2**24).cost.total_ns == (ring_ns(4, 2**25) + ring_ns(4, 2**26)) / 2
 
 
-def test_one_number_of_nodes_scales_a_tree_by_the_model() -> None:
-    """What takes twice the model's time on 2 nodes takes twice the model's on 8."""
-    two, eight = (Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(4 * nodes), links(NCCL_ALGO="Tree")) for nodes in (2, 8))
-    own = links(declared(2, lambda _, nbytes: round(2 * two.cost(nbytes).total_ns)), NCCL_ALGO="Tree")
-    assert predicted(8, own) == [pytest.approx(2 * float(eight.cost(nbytes).total_ns), rel=1e-4) for nbytes in SIZES]
-
-
-def test_sizes_beyond_the_largest_add_what_the_model_adds() -> None:
-    """A tree of 16 nodes, of which 2 and 4 were measured until 1 MiB: from there on as much more as without measurements."""
-    small = (dataclasses.replace(one, points=one.points[:18]) for one in (declared(2, tree_ns), declared(4, tree_ns)))
-    own = links(*small, NCCL_ALGO="Tree")
-    way, model = MeasuredNccl("all_reduce", range(64), own), Nccl(GENERATIONS["nccl-hopper"], "all_reduce", range(64), own)
-    more_ns = model.cost(2**24).total_ns - model.cost(2**20).total_ns
-    assert way.route(2**24).cost.total_ns == tree_ns(16, 2**20) + more_ns
-
-
-@pytest.mark.parametrize("ranks", [range(0, 16, 4), range(4)])
-def test_other_shapes_take_the_model(ranks: range) -> None:
-    """One rank on each of four nodes, and one node alone, are not what 16 ranks on four nodes tell of."""
-    own = links(declared(4, ring_ns))
-    way, model = MeasuredNccl("all_reduce", ranks, own), Nccl(GENERATIONS["nccl-hopper"], "all_reduce", ranks, own)
-    assert [way.route(nbytes).cost for nbytes in SIZES] == [model.cost(nbytes) for nbytes in SIZES]
-
-
 def experiment(folder: Path, measured: object, trainers: int = 8, collective: str = "nccl-hopper") -> Experiment:
     """One bucket of 16 MiB on one node."""
     layers = [{"name": "block", "params": 2**22, "forward": "100 ns", "backward": "200 ns"}]
@@ -143,19 +105,6 @@ def test_a_log_gives_the_times_of_a_run(tmp_path: Path, collective: str) -> None
     assert Experiment.from_dict(tomllib.loads(found.to_toml())) == found
 
 
-def test_a_log_may_hold_several_kinds(tmp_path: Path) -> None:
-    """One output of three programs, and points written by hand, which one table may be."""
-    kinds = (ALL_REDUCE, *OTHERS[:2])
-    (tmp_path / "perf.log").write_text("".join(nccl_tests(collective=one) for one in kinds), encoding="utf-8")
-    points = [{"nbytes": "1 MB", "took": "3 ms"}, {"nbytes": "2 MB", "took": "4 ms"}]
-    found = experiment(tmp_path, ["perf.log", {"trainers": 16, "points": points}]).cluster.measured
-    assert [(one.kind, one.trainers) for one in found] == [*((one.name, 8) for one in kinds), ("all_reduce", 16)]
-    for one, printed in zip(found, kinds, strict=False):
-        printed_ns = [pytest.approx(1e9 * printed.seconds(8, point.nbytes), rel=0.01) for point in one.points]
-        assert [point.took for point in one.points] == printed_ns
-    assert experiment(tmp_path, {"trainers": 16, "points": points}).cluster.measured == found[-1:]
-
-
 @pytest.mark.parametrize(
     ("text", "match"), [("no table\n", "is no output of nccl-tests"), (nccl_tests(wrong=3), "holds no correct all-reduce")]
 )
@@ -164,14 +113,3 @@ def test_other_files_are_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "perf.log").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"(?s){match}.*HINT|perf\.log.*{match}.*HINT"):
         experiment(tmp_path, "perf.log")
-
-
-def test_a_kind_that_was_measured_among_other_trainers_is_refused(tmp_path: Path) -> None:
-    """All-gathers measured among 8 say nothing of 4, and no ring takes their place; a kind that nobody measured is a ring."""
-    points = [{"nbytes": "1 MB", "took": "3 ms"}, {"nbytes": "2 MB", "took": "4 ms"}]
-    measured = [{"kind": kind, "trainers": 8, "points": points} for kind in ("all_reduce", "all_gather")]
-    own = Links.of(experiment(tmp_path, measured, collective="measured"))
-    assert own.points_among("all_gather", 8)
-    assert own.points_among("reduce_scatter", 4) == ()
-    with pytest.raises(ConfigError, match=r"needs all_gather measured among 4 trainers.*knows 2 sizes among 8"):
-        own.points_among("all_gather", 4)

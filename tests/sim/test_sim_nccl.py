@@ -8,14 +8,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import carried_ns, in_ns, layered, link
+from sim_cases import link
 
-from fleetbench.cluster import Link, Racks
+from fleetbench.cluster import Link
 from fleetbench.plan.operations import Collective
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from sim.network.links import Links
-from sim.network.nccl import BELIEVED, GENERATIONS, Choice, Nccl
-from sim.run import simulate
+from sim.network.nccl import GENERATIONS, Choice, Nccl
 
 GB = 8
 """Gbit/s."""
@@ -33,55 +32,6 @@ def test_a_large_all_reduce_of_a_node_by_hand() -> None:
     assert (choice.method, choice.protocol) == ("ring", "Simple")
     assert choice.latency_ns == 8_400 + 14 * 3_400
     assert choice.total_ns(2**30) == 56_000 + Fraction(2 * 7 * 2**30, 8 * 300)
-
-
-def test_a_small_all_reduce_of_a_node_by_hand() -> None:
-    """1 KiB among 8: the LL ring's 6.6 + 14 x 0.6 us at 87.7 GB/s of the bus against the LL tree's 6.8 + 14 x 0.6."""
-    found = ampere("all_reduce", 8)
-    choice = found.choice(1_024)
-    assert (choice.method, choice.protocol, choice.latency_ns) == ("ring", "LL", 15_000)
-    assert choice.gbps == Fraction("87.7") * Fraction(8, 14)
-    tree = next(other for other in found.choices(1_024) if (other.method, other.protocol) == ("tree", "LL"))
-    assert tree.latency_ns == 6_800 + 14 * 600
-    assert tree.gbps == Fraction(300) * Fraction("0.92") / Fraction("3.8") * Fraction("0.9") / 2
-
-
-def test_many_nodes_take_a_tree_for_what_is_small_and_a_ring_for_what_is_large() -> None:
-    """64 nodes of 8: a ring of 1022 steps is for large buffers only; the LL tree takes 6.8 + 2 (7 x 0.6 + 6 x 5) us.
-
-    NCCL counts on 0.57 of the interfaces' 200 GB/s.
-    """
-    found = ampere("all_reduce", 512)
-    small = found.choice(4_096)
-    assert (small.method, small.protocol) == ("tree", "LL")
-    assert small.latency_ns == 6_800 + 2 * (7 * 600 + 6 * 5_000)
-    large = found.choice(16 * 2**30)
-    assert (large.method, large.protocol) == ("ring", "Simple")
-    assert large.latency_ns == round((8_400 + (1_022 - 126) * 3_400 + 126 * 14_000) * 1.4)
-    assert large.gbps == 200 * Fraction("0.57") * Fraction(512, 1_022)
-
-
-def test_simple_between_nodes_pays_for_posting_and_twice_for_the_network() -> None:
-    """Two nodes of one V100 at 5 us between them: in a ring of 2 steps both cross; 8.4 + 2 (14 + 10) us, 1.9 times where it is large.
-
-    With one rank on each node, a ring's LL and LL128 have the latencies of a tree's: 5 and 8.5 us.
-    """
-    links = Links(trainers_per_node=1, intra=None, inter=link(12 * GB, 5_000))
-    ring = [choice for choice in Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(2), links).choices(2**20) if choice.method == "ring"]
-    assert [choice.latency_ns for choice in ring] == [6_600 + 2 * 10_000, 14_000 + 2 * 13_500, round((8_400 + 2 * 24_000) * 1.9)]
-    assert [choice.gbps for choice in ring] == [BELIEVED * gbps for gbps in (6, 12 * Fraction("0.92"), 12)]
-    one = Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(4), Links(trainers_per_node=2, intra=link(100 * GB), inter=link(12 * GB)))
-    assert one.choices(1)[0].latency_ns == 6_600 + (6 - 2) * 1_000 + 2 * 2_700
-
-
-def test_other_collectives_are_rings() -> None:
-    """Reduce-scatter of S: (P - 1) / P of it; rows of S from each: (P - 1) S; a broadcast S, with one hop of latency."""
-    scatter, rows, broadcast = ampere("reduce_scatter", 8), ampere("all_gather", 8, rows=True), ampere("broadcast", 8)
-    size = 2**30
-    assert scatter.route(size).cost.transfer_ns == Fraction(7 * size, 8 * 300)
-    assert rows.route(size).cost.transfer_ns == Fraction(7 * size, 300)
-    assert (broadcast.route(size).cost.latency_ns, broadcast.route(size).cost.transfer_ns) == (8_400 + 3_400, Fraction(size, 300))
-    assert scatter.route(size).cost.latency_ns == 8_400 + 7 * 3_400
 
 
 def gpus(
@@ -129,23 +79,6 @@ def test_a_node_of_8_h100_has_the_published_bandwidth(gbytes_per_s: int, environ
     assert busbw(gpus(8, 1, gbytes_per_s, **environment), 8, 8 * 2**30) == pytest.approx(published, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("per_node", "gbytes_per_s", "generation"), [(8, 300, "nccl-ampere"), (4, 450, "nccl-hopper"), (8, 63, "nccl-hopper")]
-)
-def test_only_hopper_with_a_switch_has_nvls(per_node: int, gbytes_per_s: int, generation: str) -> None:
-    """A100, four GPUs that NVLink connects directly, and GPUs on PCIe take rings and trees."""
-    choices = gpus(per_node, 1, gbytes_per_s, generation).choices(2**30)
-    assert {choice.method for choice in choices} == {"ring", "tree"}
-
-
-def test_two_nodes_carry_more_than_a_ring_could() -> None:
-    """Each node sends the buffer once, and a ring's 16 ranks 15 / 8 times: the maintainers say so (nccl-tests, issue 196)."""
-    found, ring = (gpus(8, 2, 300, "nccl-ampere", inter=SLINGSHOT, **own) for own in ({}, {"NCCL_ALGO": "ring"}))
-    assert found.choice(2**33).method == "tree"
-    assert found.cost(2**33).transfer_ns == pytest.approx(float(2**33 / (200 * 4096 / 4122 * 0.92 * 0.92)), rel=1e-6)
-    assert ring.cost(2**33).transfer_ns == pytest.approx(float(15 / 8 * 2**33 / (200 * 4096 / 4122 * 0.92)), rel=1e-6)
-
-
 def test_choices_change_where_times_on_alps_jump() -> None:
     """LL rings of 64 KiB to 1 MiB on 2 nodes and 128 KiB to 1 MiB on 4, rings from 16 MiB on 4 nodes and 64 MiB on 16.
 
@@ -173,27 +106,6 @@ def test_a_ring_of_1024_gpus_takes_what_was_published(gib: int, published_us: in
     """By rates among 1,024 GPUs on InfiniBand (github.com/NVIDIA/nccl-tests, issue 322); the first gave ``STEP_NS``."""
     model = gpus(8, 128, 450, inter=Link(bandwidth=BitsPerSecond(400 * 10**9)), NCCL_ALGO="Ring", NCCL_PROTO="Simple")
     assert float(model.cost(gib * 2**30).total_ns) / 1e3 == pytest.approx(published_us, rel=0.04)
-
-
-def test_a_broadcast_has_no_steps_to_wait_for() -> None:
-    """Its chunks follow each other along the ring: 8.4 us and one hop of 14, whatever the number of ranks."""
-    model = gpus(8, 128, 450, inter=SLINGSHOT, kind="broadcast", NCCL_PROTO="Simple")
-    assert model.cost(2**20).latency_ns == 8_400 + 14_000
-
-
-def test_a_declared_delay_hides_under_the_bytes_of_a_slow_link() -> None:
-    """1 Gbit/s and 10 ms, as a shaper makes them: 256 MiB among 4 nodes take 8.4 us and 1.5 times their bytes' time."""
-    slow = Link(bandwidth=BitsPerSecond(10**9), latency=Nanoseconds(10_000_000), framing="none")
-    cost = gpus(1, 4, 100, "nccl-volta", inter=slow, NCCL_ALGO="Ring", NCCL_PROTO="Simple").cost(2**28)
-    assert cost.latency_ns == 8_400
-    assert cost.transfer_ns == Fraction(3, 2) * 2**28 * 8
-
-
-def test_a_tree_takes_the_simple_latency_in_each_hop() -> None:
-    """From 14 us to 42 in the 2 x 4 hops of 16 nodes; none less than NCCL's own."""
-    declared = [SLINGSHOT, *(dataclasses.replace(SLINGSHOT, simple_latency=Nanoseconds(own)) for own in (42_000, 5_000))]
-    costs = [gpus(4, 16, 450, inter=inter, NCCL_ALGO="Tree", NCCL_PROTO="Simple").cost(2**22) for inter in declared]
-    assert [cost.latency_ns - costs[0].latency_ns for cost in costs] == [0, 2 * 4 * 28_000, 0]
 
 
 def test_nvls_trees_by_hand() -> None:
@@ -229,50 +141,3 @@ def test_what_is_taken_is_the_shortest(generation: str, ranks: int, nbytes: int)
     assert found.choice(nbytes).total_ns(nbytes) == min(choice.total_ns(nbytes) for choice in found.choices(nbytes))
     assert route.cost == found.cost(nbytes)
     assert all(0 < load <= 1 for load in route.loads)
-
-
-@pytest.mark.parametrize(("generation", "gbps"), [("nccl-volta", 20), ("nccl-ampere", 20), ("nccl-hopper", Fraction("36.7"))])
-def test_ll128_has_its_generations_bandwidth_a_channel(generation: str, gbps: Fraction) -> None:
-    """An interface of 48 GB/s is one channel: LL128 carries 0.92 of what NCCL counts on, but no more than 20 GB/s before Hopper."""
-    links = Links(trainers_per_node=1, intra=None, inter=link(48 * GB))
-    ring = Nccl(GENERATIONS[generation], "all_reduce", range(4), links).choices(2**20)[1]
-    assert ring.gbps == min(BELIEVED * 48 * Fraction("0.92"), Fraction(gbps)) * Fraction(4, 6)
-
-
-def test_ll_fills_the_wire_with_flags() -> None:
-    """Half of what LL sends is flags: its ring carries half the link's bytes a second, and leaves nothing of the link."""
-    found = Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(2), Links(trainers_per_node=2, intra=link(25 * GB), inter=None))
-    choice = found.choice(1_000)
-    assert (choice.method, choice.protocol, choice.gbps) == ("ring", "LL", Fraction(25, 2))
-    assert set(found.route(1_000).loads) == {Fraction(1)}
-
-
-def test_rings_take_all_interfaces_and_pass_uplinks_once() -> None:
-    """Four nodes of 8 A100 in 2 racks oversubscribed 4 times: 8 x 25 GB/s a node, 2 x 200 / 4 = 100 an uplink, which 100 of it fill."""
-    links = Links(
-        trainers_per_node=8,
-        intra=link(300 * GB),
-        inter=link(25 * GB),
-        nics_per_node=8,
-        nodes=4,
-        racks=Racks(nodes=2, oversubscription=4.0),
-    )
-    route = ampere("all_reduce", 32, links).route(2**32)
-    loads = dict(zip(route.ports, route.loads, strict=True))
-    assert loads["rack", 0, "out"] == loads["rack", 1, "in"] == 1
-    assert {load for port, load in loads.items() if port[0] == "inter"} == {Fraction(1, 2)}
-    assert len([port for port in loads if port[0] == "inter"]) == 2 * 4 * 8
-    assert {load for port, load in loads.items() if port[0] == "intra"} == {Fraction(1, 3)}
-
-
-def test_a_run_takes_nccls_time() -> None:
-    """Two V100 of one node exchange 1 MB: the simulator takes the model's choice, and two communicators at once share the link."""
-    layers = [(250_000, 100, 200)]
-    cluster = {"nodes": 1, "trainers_per_node": 2, "intra": link(25 * GB), "collective": "nccl-volta"}
-    links = Links(trainers_per_node=2, intra=link(25 * GB), inter=None)
-    cost = Nccl(GENERATIONS["nccl-volta"], "all_reduce", range(2), links).route(1_000_000).cost
-    alone = cost.latency_ns + round(cost.transfer_ns)
-    assert in_ns(simulate(layered(layers, **cluster)), "exposed_comm_s") == [alone] * 2
-    free = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-    both = carried_ns(simulate(layered([(250_000, 0, 0), *layers], strategy=free, **cluster)))
-    assert max(end - start for start, end in both.values()) > alone * 1.5

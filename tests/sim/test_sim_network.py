@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetbench.cluster import Link
-from fleetbench.plan.operations import Collective, Operation
+from fleetbench.plan.operations import Collective
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from sim.arrays.event_loop import Meetings
-from sim.clock import Clock, half_up
+from sim.clock import Clock
 from sim.network.algorithms import ring
 from sim.network.links import Links, Port
-from sim.network.routes import Routes
 from sim.network.sharing import SharedPorts, fair_speeds
 from sim.network.work import Cost
 
@@ -80,20 +77,6 @@ def test_the_other_collectives_are_their_closed_forms(ranks: int, nbytes: int, b
         assert cost.latency_ns + cost.transfer_ns == (ranks - 1) * latency_ns + whole_ns
 
 
-def test_a_ring_keeps_one_port_busy_at_each_end_of_its_hops() -> None:
-    """Ranks 0, 1 | 2, 3 on two nodes: two hops inside, two between; to the root and from it, one hop is spared."""
-    links = Links(trainers_per_node=2, intra=wire(8), inter=wire(8))
-
-    def ports(kind: Collective) -> list[Port]:
-        return list(ring(kind, range(4), links).route(100).ports)
-
-    first, crossing = [("intra", 0, "out"), ("intra", 1, "in")], [("inter", 0, "out"), ("inter", 1, "in")]
-    second, back = [("intra", 2, "out"), ("intra", 3, "in")], [("inter", 1, "out"), ("inter", 0, "in")]
-    assert ports("all_reduce") == [*first, *crossing, *second, *back]
-    assert ports("reduce") == [*crossing, *second, *back]
-    assert ports("broadcast") == [*first, *crossing, *second]
-
-
 def test_fair_speeds_by_hand() -> None:
     """Transfers a and b share p, b, c and d share q: q's three get a third each, and a takes the two thirds that b leaves of p."""
     p, q = ("inter", 0, "out"), ("inter", 1, "out")
@@ -102,24 +85,6 @@ def test_fair_speeds_by_hand() -> None:
     assert fair_speeds({"a": [p, q]}) == {"a": 1}
     assert fair_speeds({"a": [p], "b": [q]}) == {"a": 1, "b": 1}
     assert fair_speeds({}) == {}
-
-
-def test_transfers_over_other_ports_do_not_slow_each_other() -> None:
-    """100 on p from 0, 100 on q from 10, and 30 on both from 20: that one ends at 80, the others 30 later than alone."""
-    clock = Clock()
-    ports = SharedPorts(clock)
-    p, q = ("inter", 0, "out"), ("inter", 1, "out")
-    found: dict[str, int] = {}
-
-    def one(name: str, start_ns: int, used: tuple[Port, ...], alone_ns: int) -> Generator[object, object, None]:
-        yield clock.until(start_ns)
-        yield ports.transfer(used, Fraction(alone_ns))
-        found[name] = clock.now
-
-    for name, start_ns, used, alone_ns in (("p", 0, (p,), 100), ("q", 10, (q,), 100), ("both", 20, (p, q), 30)):
-        clock.process(one(name, start_ns, used, alone_ns))
-    clock.run()
-    assert found == {"both": 80, "p": 130, "q": 140}
 
 
 def test_three_transfers_by_hand() -> None:
@@ -132,67 +97,9 @@ def test_three_transfers_by_hand() -> None:
     assert ends([(0, Fraction(10)), (1, Fraction(10)), (2, Fraction(10))]) == [28, 30, 30]
 
 
-def test_a_short_transfer_overtakes_a_long_one() -> None:
-    """100 alone until 20, then half beside one of 10 until 40; 70 are left and end at 110."""
-    assert ends([(0, Fraction(100)), (20, Fraction(10))]) == [110, 40]
-
-
-def test_transfers_apart_do_not_know_of_each_other() -> None:
-    """One that starts where another ends has the bandwidth for itself."""
-    assert ends([(5, Fraction(7)), (12, Fraction(9)), (100, Fraction(0))]) == [12, 21, 100]
-
-
-@given(st.fractions(0, 10**12))
-def test_alone_a_transfer_is_rounded_once(alone_ns: Fraction) -> None:
-    """The end of a transfer alone is its length rounded half up."""
-    assert ends([(3, alone_ns)]) == [3 + math.floor(alone_ns + Fraction(1, 2))]
-    assert half_up(alone_ns) == math.floor(alone_ns + Fraction(1, 2))
-
-
-@given(st.lists(st.tuples(st.integers(0, 1000), st.fractions(0, 1000)), min_size=1, max_size=6))
-def test_no_bandwidth_is_lost_or_made(transfers: list[tuple[int, Fraction]]) -> None:
-    """The link works whenever there is work: its last end is that of one server, up to a nanosecond a rounding."""
-    free = Fraction(0)
-    for start_ns, alone_ns in sorted(transfers):
-        free = max(free, Fraction(start_ns)) + alone_ns
-    assert abs(max(ends(transfers)) - free) <= len(transfers)
-    for (start_ns, alone_ns), end in zip(transfers, ends(transfers), strict=True):
-        assert end >= start_ns + alone_ns - len(transfers)
-
-
-def test_the_clock_stays_in_the_integers() -> None:
-    """A duration that nobody rounded is a bug of ours, and is found."""
-    clock = Clock()
-    clock.timeout(0.5)
-    clock.run()
-    with pytest.raises(AssertionError, match="not rounded"):
-        _ = clock.now
-
-
 def test_a_limited_connection_is_as_slow_as_its_limit() -> None:
     """10 Gbit/s of which a connection gets 4: two nodes take 2 (alpha + S / 2 / 4 Gbit/s)."""
     links = Links(trainers_per_node=1, intra=None, inter=LIMITED)
     found = ring("all_reduce", range(2), links).route(10**6)
     assert found.cost == Cost(2_000, Fraction(2 * 10**6 * 8, 2 * 4))
     assert Meetings([found] * 3, [[0], [1], [2]], links).carry([0] * 3)[1][-1] == 6 * 10**6 + 1_000  # three of one communicator
-
-
-def test_communicators_have_connections_of_their_own() -> None:
-    """10 Gbit/s of which a connection gets 4: two on one communicator take turns, two on two do not, three on three share the interface.
-
-    A message of 500 kB takes 1 ms of its connection, and 0.4 of the interface, 1.2 for three.
-    """
-    links = Links(trainers_per_node=1, intra=None, inter=LIMITED)
-    routes = Routes(links)
-
-    def last_us(communicators: list[int]) -> float:
-        found = [
-            routes.of(Operation(id=index, kind="all_reduce", payload="gradient", nbytes=10**6, communicator=communicator), (0, 1))
-            for index, communicator in enumerate(communicators)
-        ]
-        each = range(len(found))
-        return max(Meetings(found, [[index] for index in each], links).carry([0 for _ in each])[1]) / 1_000
-
-    assert last_us([0, 0]) == 4_000 + 1
-    assert last_us([0, 1]) == 2_000 + 2
-    assert last_us([0, 1, 2]) == 2_400 + 1

@@ -53,16 +53,6 @@ def test_exposed_is_what_the_steps_beside_it_do_not_cover(engine: Engine, number
 
 
 @pytest.mark.parametrize("engine", ["reference", "vector"])
-def test_a_timeline_shows_an_exchange_over_several_steps(engine: Engine) -> None:
-    """Two buckets of 4,000 ns from the end of step 10 (30,000 ns) on: beside steps 11 and 12, and 2,000 ns longer."""
-    _, run = times(experiment_of(overlap_steps=2), engine)
-    carried = [span for span in run.spans if span.stream.startswith("communication") and span.rank == 0]
-    assert [(span.start_ns, span.duration_ns) for span in carried] == [(start_ns, 4000) for start_ns in (30_000, 34_000, 68_000, 72_000)]
-    waits = [span for span in run.spans if span.name == "wait" and span.rank == 0]
-    assert [(span.start_ns, span.duration_ns) for span in waits] == [(36_000, 2000), (74_000, 2000)]
-
-
-@pytest.mark.parametrize("engine", ["reference", "vector"])
 @pytest.mark.parametrize(("configs", "outer_ns"), [({"outer_lr": 0.7}, 0), ({"outer_momentum": 0.9}, 80)])
 def test_the_outer_step_takes_its_passes_over_memory(engine: Engine, configs: dict[str, Any], outer_ns: int) -> None:
     """A merge of 100 ns goes over memory ten times, a step with momentum eight times, a rate alone no time more."""

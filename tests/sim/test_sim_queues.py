@@ -10,14 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sim_cases import carried_ns, layered, link
 
-from fleetbench.plan.operations import Operation
-from sim.clock import Clock
-from sim.network.links import Links
-from sim.reference.network import Collectives, Meeting, Network
 from sim.run import simulate
 
 FREE = {"sync_nccl_allreduce": False}
@@ -41,28 +35,6 @@ def test_two_share_the_link() -> None:
     assert queue([2_000, 1_000], [200, 200], FREE, inter=link(8, 10)) == [(300, 2_810), (500, 3_310)]
 
 
-@pytest.mark.parametrize("num_buckets", [2, 6, 20])
-def test_latencies_hide_behind_transfers(num_buckets: int) -> None:
-    """A link that is never idle: one latency in all, and every byte; one by one there is a latency a bucket.
-
-    Messages of 2500 bytes and 1000 ns of latency, two each, ready 2500 ns apart from 2600 on: the second one's first message
-    follows the first one's, and from there on one of two is on the wire while the other's latency passes.
-    """
-    apart, options = [2_500] * num_buckets, {"inter": link(8, 1_000)}
-    free = queue([5_000] * num_buckets, apart, FREE, **options)
-    assert max(end for _, end in free) == 2_600 + 1_000 + num_buckets * 5_000
-    in_step = queue([5_000] * num_buckets, apart, {}, **options)
-    assert in_step[-1][1] == 2_600 + num_buckets * 7_000
-
-
-def test_the_third_waits_for_the_first_end() -> None:
-    """All ready at 100, of 1000, 3000 and 2000 bytes: halves of the first two on the wire until 600, 2100, 2600 and 4100.
-
-    The third begins at 2600, behind the last of these: until 5100 and 6100.
-    """
-    assert queue([1_000, 3_000, 2_000], [0, 0, 0], FREE, inter=link(8)) == [(100, 2_600), (100, 4_100), (2_600, 6_100)]
-
-
 @pytest.mark.parametrize(("strategy", "backend"), [({}, "gloo"), ({}, "nccl"), (FREE, "nccl")])
 def test_one_by_one_where_there_is_no_room_for_two(strategy: dict[str, Any], backend: Literal["gloo", "nccl"]) -> None:
     """With ``sync_nccl_allreduce``, or where a communicator is a stream: b from 300 to 2320, a from there to 3340."""
@@ -75,42 +47,3 @@ def test_what_is_no_plain_all_reduce_stays_alone(fields: dict[str, Any]) -> None
     options: dict[str, Any] = {"inter": link(8, 10), "intra": link(8, 10), "trainers_per_node": 2}
     times = queue([2_000, 1_000, 400], [200, 200, 100], FREE | fields, **options)
     assert all(begin >= end for (_, end), (begin, _) in itertools.pairwise(times))
-
-
-@given(
-    queued=st.lists(st.tuples(st.integers(1, 800), st.integers(0, 3_000)), min_size=1, max_size=9),
-    latency_ns=st.integers(0, 400),
-    communicators=st.integers(1, 3),
-    backend=st.sampled_from(("gloo", "nccl")),
-    serial=st.booleans(),
-)
-def test_each_begins_as_soon_as_it_may(
-    queued: list[tuple[int, int]], latency_ns: int, communicators: int, backend: Literal["gloo", "nccl"], serial: bool
-) -> None:
-    """Ready, not before the one before it on its communicator, and with room there: two on gloo, one on NCCL; one in all, in step."""
-    sizes, apart = [4 * numel for numel, _ in queued], [apart for _, apart in queued]
-    strategy = {"nccl_comm_num": communicators, "sync_nccl_allreduce": serial}
-    times = queue(sizes, apart, strategy, inter=link(8, latency_ns), backend=backend)
-    room = 2 if backend == "gloo" and not serial else 1
-    for index, (begin, _) in enumerate(times):
-        before = times[:index] if serial else times[index % communicators : index : communicators]
-        ends = sorted((end for _, end in before), reverse=True)
-        ready = 100 + sum(apart[: index + 1])
-        assert begin == max([ready, *(other for other, _ in before[-1:]), *ends[room - 1 : room]])
-
-
-def test_what_waits_holds_up_those_behind_it() -> None:
-    """First in, first out: the second comes after something else that ends at 700, and the third, which would have room, not before it."""
-    clock = Clock()
-    found: list[tuple[int, int, int]] = []
-    network = Network(clock, Links(trainers_per_node=1, intra=None, inter=link(8)))
-    collectives = Collectives(clock, network, 2, lambda done, _, start_ns, end_ns: found.append((done.id, start_ns, end_ns)))
-    ended = clock.event()
-    other = Meeting(Operation(id=9, kind="all_reduce", payload="gradient", nbytes=100), 0, ended, ended)
-    clock.timeout(700).callbacks.append(lambda _: ended.succeed())
-    for number, after in enumerate(([], [other], [])):
-        operation = Operation(id=number, kind="all_reduce", payload="gradient", nbytes=100)
-        for _rank in range(2):
-            collectives.join(operation, (0, 1), after)
-    clock.run()
-    assert sorted(found) == [(0, 0, 100), (1, 700, 850), (2, 700, 900)]

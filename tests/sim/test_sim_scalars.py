@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sim_cases import in_ns, layered, link
+from sim_cases import layered, link
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.events import Observed
@@ -57,27 +57,6 @@ def test_fleets_rule_follows_a_declared_curve() -> None:
     assert [name for name, _ in told] == ["lr"] + ["loss"] * 7
 
 
-def test_losses_are_averaged_on_the_wire() -> None:
-    """After every averaging, T = 20 + 1000: two trainers gather 24 bytes of each, with a loss or without, in 10 + 24."""
-    result = run(adaptive("fleet", 1, begin_step=3), 5, loss_curve=LossCurve(start=2.0, floor=2.0, half_life=1.0))
-    assert in_ns(result, "exposed_comm_s") == [1_054] * 10
-    assert list(result.steps["bytes_sent"]) == [1_024] * 10
-
-
-def test_a_warm_up_asks_for_no_loss() -> None:
-    """Steps up to 0 average every time; the first loss is that of step 1."""
-    result = run(adaptive("paper", 2), 3, warmup_steps=2, loss_curve=LossCurve(start=1.0, floor=1.0, half_life=1.0))
-    assert rounds(result) == {-1: 1, 0: 1, 1: 1, 3: 2}
-    assert [name for name, _ in observed(result)] == ["lr", "loss", "loss"]
-
-
-def test_the_quadratic_rule_needs_no_loss_and_hears_of_a_change_once() -> None:
-    """With alpha = 0.2: K = (0.2 / 0.1)^2 = 4, and 16 from the synchronisation after step 9 on, the first at lr 0.05."""
-    result = run(adaptive("qsr", 2, alpha=0.2), 30, lr_decay=(LrDecay(step=9, factor=0.5),))
-    assert rounds(result) == {1: 1, 5: 4, 9: 4, 25: 16, 30: 5}
-    assert observed(result) == [("lr", 0.1), ("lr", 0.05)]
-
-
 @pytest.mark.parametrize(("lr_per", "expected"), [("micro_batch", {2: 1, 10: 4, 42: 16}), ("update", {2: 1, 10: 4, 18: 4, 50: 16})])
 def test_a_merged_learning_rate_counts_steps_or_updates(lr_per: str, expected: dict[int, int]) -> None:
     """Two steps an update and a decay at 6: the synchronisation after update 5 is step 10, past step 6 but not past update 6."""
@@ -85,25 +64,6 @@ def test_a_merged_learning_rate_counts_steps_or_updates(lr_per: str, expected: d
     result = run(adaptive("qsr", 2, alpha=0.2) | merge, 50, lr_decay=(LrDecay(step=6, factor=0.5),))
     assert {step: length for step, length in rounds(result).items() if step in expected} == expected
     assert set(rounds(result)) - set(expected) <= {50}
-
-
-def test_the_documents_rule_chooses_once_an_epoch() -> None:
-    """Epochs of 6 steps; loss 2.6 constant, then K stays; halved above 0.6 by step 7: K = int(4 sqrt(1/2)) = 2.
-
-    loss - 0.6 = 2^(1 - (step - 1) / 6): 2 at step 1, 1 at step 7. With K = 4 trainers meet at 1, 5
-    and 9; the epoch has ended before 9, where loss - 0.6 is 2^(-1/3): K = int(4 sqrt(0.397)) = 2.
-    """
-    curve = LossCurve(start=0.6 + 2 * 2 ** (1 / 6), floor=0.6, half_life=6.0)
-    result = run(adaptive("document"), 12, loss_curve=curve, steps_per_epoch=6)
-    assert rounds(result) == {1: 1, 5: 4, 9: 4, 11: 2, 12: 1}
-    assert [name for name, _ in observed(result)] == ["lr", "loss", "loss"]
-
-
-def test_the_documents_schedule_grows_with_epochs() -> None:
-    """One epoch of warm-up, then K = 1, 2, 4 by epochs of 4 steps: counted from 0, K divides the synchronising updates."""
-    document = {"localsgd": True, "localsgd_configs": {"schedule": "document", "k_steps": 4, "warmup_epochs": 1}}
-    result = run(document, 16, steps_per_epoch=4)
-    assert list(rounds(result)) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16]
 
 
 @pytest.mark.parametrize(
@@ -141,32 +101,3 @@ def test_a_declared_loss_reaches_its_target() -> None:
     own = result.steps[result.steps["rank"] == 1]
     assert own["loss"].tolist() == pytest.approx([2 / 2**step for step in range(9)])
     assert run({}, 7, **workload).summary.time_to_target_s is None
-
-
-def test_overflow_is_asked_for_and_never_happens() -> None:
-    """A loss scaler waits for the word on overflow after the last bucket, and costs no time; the update comes after it."""
-    plain, scaled = run({}, 3), run({"amp": True}, 3)
-    assert in_ns(scaled, "start_s") == in_ns(plain, "start_s")
-    assert in_ns(scaled, "exposed_comm_s") == in_ns(plain, "exposed_comm_s")
-    log = scaled.recordings[0].log
-    names = [type(event).__name__ for _, event, _ in log]
-    assert names == ["StepBegin", "BucketReady", "BackwardEnd", "Observed"] * 3 + ["DataEnd"]
-    assert observed(scaled) == [("found_inf", 0.0)] * 3
-    assert [now for now, event, _ in log if isinstance(event, Observed)] == [1_320, 2_640, 3_960]
-    assert all([op.kind for op in operations] == ["update"] for _, event, operations in log if isinstance(event, Observed))
-
-
-def test_overflow_is_agreed_on_before_local_updates_only_where_trainers_update_alone() -> None:
-    """K = 2 with a scaler: every step asks all trainers, in 20 + 4 ns, and every other averages."""
-    local = {"amp": True, "localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    result = run(local, 3)
-    assert in_ns(result, "exposed_comm_s") == [24 + 1_020, 24, 24 + 1_020] * 2
-
-
-def test_one_trainer_averages_its_loss_with_nobody() -> None:
-    """A single trainer needs no link, waits for nobody and sends nothing, and its K follows the curve all the same."""
-    result = simulate(layered([(250, 100, 200)], nodes=1, strategy=adaptive("fleet"), steps=13, also={"loss_curve": HALVING}))
-    assert list(result.steps.loc[result.steps["local_steps"].notna(), "step"]) == [1, 5, 7, 9, 11, 12, 13]
-    assert in_ns(result, "start_s") == list(range(0, 3_900, 300))
-    assert set(in_ns(result, "arrival_s")) == {None}
-    assert result.summary.bytes_sent_per_trainer == 0

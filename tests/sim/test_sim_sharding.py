@@ -9,15 +9,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_cases import Case, agree, sharded_case_of
-from sim_cases import assemble, carried_ns, in_ns, layered, link, profiled, with_profile
+from engine_cases import agree, sharded_case_of
+from sim_cases import carried_ns, in_ns, layered, link
 
-from fleetbench.errors import ConfigError
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import RunResult
-from fleetbench.stragglers import Jitter, SlowRank
+from fleetbench.stragglers import SlowRank
 from fleetbench.workload import HostWork
-from sim.learning.trajectory import learnt_from
 from sim.run import Engine, simulate
 
 THREE = [(250, 100, 200), (500, 300, 400), (250, 200, 300)]
@@ -95,16 +93,6 @@ def test_shards_meet_their_replicas(engine: Engine) -> None:
     assert in_ns(found, "exposed_comm_s") == [50 + 50 + 520] * 4
 
 
-@pytest.mark.parametrize("slower", [1, 30])
-def test_replicas_that_share_an_interface_are_timed_by_arrays(slower: int) -> None:
-    """Gates leave gathers in flight beside the replicas' all-reduces, which meet on the one interface of each node."""
-    strategy = {"fuse_all_reduce_ops": True, "sharding": True, "sharding_configs": {"stage": 3, "sharding_degree": 4}}
-    layers = [(numel, slower * forward, slower * backward) for numel, forward, backward in THREE]
-    options: dict[str, Any] = {"nodes": 2, "trainers_per_node": 4, "intra": link(80, 2), "inter": link(8, 10), "nics_per_node": 1}
-    experiment = layered(layers, strategy=strategy, backend="nccl", steps=5, stragglers=(Jitter(mean=0.3),), **options)
-    assert agree(Case(experiment=experiment)) == "vector"
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_workers_of_two_trainers_meet_at_the_end_of_a_round(engine: Engine) -> None:
     """Nodes of two trainers are workers, which meet after two updates: the steps above without all-reduces, then a shard's, of 520 ns.
@@ -132,25 +120,6 @@ def test_a_late_rank_is_waited_for_at_the_gate(engine: Engine) -> None:
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("stage", "gathered", "scattered"), [(1, 1, 1), (2, 1, 3), (3, 3, 3)])
-def test_gradient_merge_gathers_and_scatters_as_its_stage_says(stage: int, gathered: int, scattered: int, engine: Engine) -> None:
-    """Three micro-batches of one update: stage 1 scatters once, 2 each time; both gather once, and stage 3 each time, and again."""
-    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}}
-    found = run({"stage": stage}, engine, merge, steps=3)
-    counts = Counter(span.name.split()[0] for span in found.spans if span.rank == 0 and span.stream == "communication")
-    assert counts["reduce_scatter"] == 3 * scattered
-    assert counts["all_gather"] == 3 * gathered + (2 * 3 if stage == 3 else 0)
-
-
-def test_an_update_of_a_shard_takes_its_share() -> None:
-    """The table's update of 90 ns over three trainers is 30 each."""
-    strategy = {"fuse_all_reduce_ops": True, "sharding": True}
-    experiment, profile = profiled([([250], [200], 100, 200)], {"update": 90}, nodes=3, inter=link(8), strategy=strategy)
-    for engine in ENGINES:
-        assert in_ns(simulate(with_profile(experiment, profile), engine=engine), "update_s") == [30] * 3
-
-
 @pytest.mark.parametrize(
     "seeds",
     [range(25), pytest.param(range(25, 200), marks=pytest.mark.slow), pytest.param(range(200, 1000), marks=pytest.mark.whole)],
@@ -166,38 +135,3 @@ def test_engines_agree_on_sharded_strategies(seeds: range) -> None:
             error.add_note(f"experiment: sharded_case_of({seed})")
             raise
     assert ways["vector"] >= len(seeds) * 0.2
-
-
-def test_virtual_trainers_train_shards_as_whole_models_and_refuse_workers_of_several() -> None:
-    """Sharding changes no sum but its order; a worker of several trainers would be another training."""
-    plain, sharded = ({"fuse_all_reduce_ops": True} | fields for fields in ({}, {"sharding": True, "sharding_configs": {"stage": 3}}))
-    digits = {"model": "mlp", "data": "synthetic"}
-    one, other = (assemble(digits, strategy=strategy) for strategy in (plain, sharded))
-    assert learnt_from(one) == learnt_from(other)
-    workers = {"sharding_configs": {"sharding_degree": 1}, "localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    with pytest.raises(ConfigError, match="knows no sharded workers"):
-        learnt_from(assemble(digits, strategy=sharded | workers))
-
-
-def test_one_worker_has_nobody_to_average_with() -> None:
-    """A shard group of all trainers, and rounds."""
-    local = {"localsgd": True, "localsgd_configs": {"k_steps": 2}}
-    with pytest.raises(ConfigError, match="makes all trainers one worker"):
-        run({"stage": 3}, "vector", local)
-
-
-def test_sharding_ranks_that_do_not_divide_the_trainers_is_refused() -> None:
-    """With the numbers that do."""
-    with pytest.raises(ConfigError, match=r"sharding_degree: does not divide the 6 trainers \(got 4\)") as caught:
-        run({"sharding_degree": 4}, "auto", nodes=6)
-    assert caught.value.hint == "one of 1, 2, 3, 6"
-
-
-def test_a_strategy_of_one_rank_a_group_is_that_without_sharding() -> None:
-    """Degree 1 is DistributedDataParallel with a bucket a block."""
-    sharded = run({"sharding_degree": 1}, "vector", steps=4)
-    plain = simulate(
-        layered(THREE, backend="nccl", inter=link(8, 10), steps=4, strategy={"fuse_all_reduce_ops": False, "sync_nccl_allreduce": False})
-    )
-    columns = [name for name in plain.steps.columns if name.endswith("_s")]
-    assert sharded.steps[columns].equals(plain.steps[columns])

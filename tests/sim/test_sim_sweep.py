@@ -14,14 +14,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from sim_cases import layered, link, profiled
+from sim_cases import layered
 
 import fleetbench
 from fleetbench.errors import ConfigError, EnvironmentLacks
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.stragglers import Jitter
-from real.profile import measuring
 from sim.many import pool
 from sim.many.pool import Job, run_all, summaries
 from sim.many.seeds import Interval, over_seeds
@@ -95,43 +93,12 @@ def test_a_point_is_the_run_that_it_would_be_alone(path: Path) -> None:
     assert table["step_s"].is_monotonic_increasing
 
 
-def test_two_keys_make_a_grid(path: Path) -> None:
-    """The last one varies fastest; text is kept where a value is no number."""
-    links = ['{ bandwidth = "8 Gbit/s" }', '{ bandwidth = "80 Mbit/s" }']
-    table = swept(path, "strategy.fuse_all_reduce_ops=false,true", f"cluster.inter={','.join(links)}")
-    keys = ["strategy.fuse_all_reduce_ops", "cluster.inter"]
-    assert table[keys].to_numpy().tolist() == [[False, links[0]], [False, links[1]], [True, links[0]], [True, links[1]]]
-    assert table["wall_s"].nunique() == 4
-
-
-def test_axes_may_be_written_as_on_the_command_line(path: Path) -> None:
-    """From Python, with what ``fleetbench`` exports and nothing more."""
-    found = fleetbench.sweep(lambda more: fleetbench.Experiment.load(path, more), ["cluster.nodes=1,2"], processes=1)
-    assert found.axes == (Axis(key="cluster.nodes", values=("1", "2")),)
-    assert found.table.equals(swept(path, "cluster.nodes=1,2"))
-
-
 def test_a_failed_point_is_named(path: Path) -> None:
     """Whether its values are wrong or its run is: the point, and what is wrong."""
     with pytest.raises(ConfigError, match=r"cluster\.nodes: the point cluster\.nodes=0: must be at least 1(.|\n)*HINT"):
         swept(path, "cluster.nodes=2,0")
     with pytest.raises(ConfigError, match=r"cluster\.intra: the point cluster\.trainers_per_node=2: trainers use this link"):
         swept(path, "cluster.trainers_per_node=1,2")
-
-
-def test_no_axis_two_the_same_or_three_are_refused(path: Path) -> None:
-    """One parameter or two different ones."""
-    for texts in ((), ("run.seed=1,2", "run.seed=3"), ("run.seed=1", "workload.steps=2", "cluster.nodes=2")):
-        with pytest.raises(ConfigError, match="sweeps one key"):
-            swept(path, *texts)
-
-
-def test_processes_change_nothing(path: Path) -> None:
-    """Two processes give the table of one, and a failed point is named from there too."""
-    assert swept(path, "cluster.nodes=1..4", processes=2).equals(swept(path, "cluster.nodes=1..4"))
-    jobs = [Job(label=f"number {nodes}", experiment=layered([(250, 100, 200)], nodes=nodes)) for nodes in (1, 1, 2)]
-    with pytest.raises(ConfigError, match=r"number 2: .*neither declared nor measured"):
-        summaries(jobs, processes=2)
 
 
 def _from_100(number: int) -> int:
@@ -179,15 +146,6 @@ def test_without_ray_there_is_a_command_to_install_it(path: Path, monkeypatch: p
         over_seeds(Experiment.load(path), 2, on="moon")  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_progress_is_told_to_the_end(path: Path) -> None:
-    """Here and over processes."""
-    jobs = [Job(label="one", experiment=Experiment.load(path))] * 4
-    for processes in (1, 2):
-        told: list[tuple[int, int]] = []
-        summaries(jobs, processes=processes, progress=lambda done, total, told=told: told.append((done, total)))
-        assert told[-1] == (4, 4)
-
-
 def test_the_interval_is_students(path: Path) -> None:
     """Three seeds: t(0.975, 2) = 4.303 (any table), the standard deviation with n - 1, and each seed's own run."""
     experiment = Experiment.load(path, ["run.seed=5"])
@@ -216,14 +174,6 @@ def test_intervals_cover_what_they_should() -> None:
     assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / len(intervals))
 
 
-def test_one_seed_has_no_interval(path: Path) -> None:
-    """An error that says so, as it does of more seeds than anybody waits for."""
-    with pytest.raises(ConfigError, match="at least 2"):
-        over_seeds(Experiment.load(path), 1)
-    with pytest.raises(ConfigError, match=r"more than 100,000 seeds \(got 10,000,000,000\)"):
-        over_seeds(Experiment.load(path), 10**10)
-
-
 def test_a_process_that_is_killed_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory is short: it is no hang, no traceback of a pipe, and no other process stays."""
     jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
@@ -231,47 +181,3 @@ def test_a_process_that_is_killed_is_an_error(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(EnvironmentLacks, match=r"a process that simulates was killed(.|\n)*memory"):
         summaries(jobs, processes=2)
     assert not [process for process in multiprocessing.active_children() if process.exitcode is None]
-
-
-def test_a_bug_in_a_process_keeps_its_traceback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is raised as it was, and is no error of the user's."""
-    jobs = [Job(label=f"number {number}", experiment=Experiment.load(path)) for number in range(4)]
-    monkeypatch.setattr(pool, "simulate", lambda *_, **__: {}["bug"])
-    with pytest.raises(KeyError, match="bug") as caught:
-        summaries(jobs, processes=2)
-    assert "Traceback" in str(caught.value.__cause__)
-
-
-def test_a_profile_goes_along(tmp_path: Path) -> None:
-    """What processes simulate with a profile's file is what this one does."""
-    experiment, profile = profiled([([100], [200], 100, 200)], {"read": 7, "update": 11}, inter=link(8, 10), steps=3)
-    path = tmp_path / "profile.toml"
-    profile.save(path)
-    jobs = [Job(label="one", experiment=experiment.replace(workload=dataclasses.replace(experiment.workload, profile=str(path))))] * 3
-    here, there = summaries(jobs, processes=1), summaries(jobs, processes=2)
-    assert [dataclasses.replace(summary, run_id="") for summary in here] == [dataclasses.replace(summary, run_id="") for summary in there]
-    assert here[0].update_s == pytest.approx(11e-9)
-
-
-def test_points_share_a_profile_of_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experiments that compute alike take it once in a process; the next process takes another.
-
-    What takes long is said before it begins.
-    """
-    taken = list[Experiment]()
-
-    def take(experiment: Experiment, **_: object) -> Profile:
-        taken.append(experiment)
-        return Profile(machine="none", created="never", tables=(), foreign_cores=1.0)
-
-    monkeypatch.setattr(measuring, "take_profile", take)
-    base = Experiment.from_dict({"workload": {"model": "digits_mlp"}})
-    slower = Experiment.from_dict({"workload": {"model": "digits_mlp"}, "cluster": {"inter": {"bandwidth": "1 Mbit/s", "latency": "1 ms"}}})
-    said = list[str]()
-    paths = {measuring.ensure_profile(one, tmp_path, told=said.append).workload.profile for one in (base, slower)}
-    assert (len(taken), len(paths)) == (1, 1)
-    assert len(said) == 1
-    assert said[0].startswith("note: no profile of this model is stored: ")
-    monkeypatch.setattr(measuring, "_BUSY", set())
-    assert measuring.ensure_profile(base, tmp_path).workload.profile in paths
-    assert len(taken) == 2

@@ -17,15 +17,11 @@ from fleetbench.errors import ConfigError
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.result import RunResult
 from fleetbench.stragglers import SlowRank
-from sim.arrays.event_loop import Meetings
-from sim.network.algorithms import ring
-from sim.network.links import Links
 from sim.run import simulate
 
 ONE = [(300, 100, 200)]
 TWO = [(300, 0, 0), (300, 100, 200)]
 FREE = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
-PAIRS = {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 2}
 SCATTER = {"use_hierarchical_allreduce": True, "hierarchical_variant": "reduce_scatter"}
 
 
@@ -44,46 +40,11 @@ def test_rails_carry_the_rings_of_their_local_ranks(nics: int, took: list[int]) 
         assert end - start == took[rank % 3]
 
 
-def test_a_flat_ring_uses_the_interfaces_of_its_ends() -> None:
-    """From node to node it leaves the last trainer and reaches the first: one ring has one interface each way, however many there are."""
-    cluster = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(8)}
-    assert in_ns(run(nics_per_node=2, **cluster), "exposed_comm_s") == in_ns(run(**cluster), "exposed_comm_s") == [1_800] * 4
-    found = Links(trainers_per_node=2, nics_per_node=2, intra=link(8), inter=link(8)).hop(1, 2)
-    assert found.ports == (("inter", 1, "out"), ("inter", 2, "in"))
-
-
 @pytest.mark.parametrize(("oversubscription", "slower"), [(1.0, 1), (2.0, 1), (4.0, 2), (5.0, Fraction(5, 2))])
 def test_a_ring_over_racks_has_the_uplink_at_most(oversubscription: float, slower: Fraction) -> None:
     """Two racks of two nodes: the uplink carries 16 Gbit/s over the oversubscription, and one ring needs 8: 2 x 3/4 x 1200 bytes."""
     result = run(nodes=4, inter=link(8), racks=Racks(nodes=2, oversubscription=oversubscription))
     assert in_ns(result, "exposed_comm_s") == [1_800 * slower] * 4
-
-
-def test_rings_share_uplinks_even_where_they_share_no_interface() -> None:
-    """Two racks of two nodes with a trainer each, oversubscribed twice: the uplink carries one ring; rings 0-2 and 1-3 take turns.
-
-    In pairs inside the racks 600 bytes take 600 ns, then each ring has two messages of 300 ns, of which the uplink carries four.
-    """
-    racks = Racks(nodes=2, oversubscription=2.0)
-    strategy = SCATTER | {"hierarchical_inner_ranks": 2}
-    result = run(nodes=4, inter=link(8), racks=racks, strategy=strategy)
-    for rank in range(4):
-        chain = carried_ns(result, rank)
-        assert chain["reduce_scatter 0"] == (300, 900)
-        assert chain["all_reduce 0"] == (900, 1_800 + 300 * (rank % 2))
-        assert chain["all_gather 0"] == (2_100, 2_700)
-    alone = run(nodes=4, inter=link(8), strategy=strategy)
-    assert carried_ns(alone)["all_reduce 0"] == (900, 1_500)
-
-
-def test_inside_a_rack_the_uplink_is_not_used() -> None:
-    """All four nodes in one rack, oversubscribed a hundred times: the ring is as without racks."""
-    assert in_ns(run(nodes=4, inter=link(8), racks=Racks(nodes=4, oversubscription=100.0)), "exposed_comm_s") == [1_800] * 4
-
-
-def test_the_last_rack_has_the_uplink_of_its_own_nodes() -> None:
-    """Five nodes in racks of four: the fifth's uplink carries 8 Gbit/s over 2, so the ring goes at half speed: 2 x 4/5 x 1200 x 2."""
-    assert in_ns(run(nodes=5, inter=link(8), racks=Racks(nodes=4, oversubscription=2.0)), "exposed_comm_s") == [3_840] * 5
 
 
 def lossy(gbit_per_s: float, latency_ns: int, loss: float) -> Link:
@@ -102,23 +63,6 @@ def test_links_between_sites_differ_by_direction(down_ns: int, took: int) -> Non
     assert in_ns(result, "exposed_comm_s") == [took] * 2
 
 
-def test_nodes_of_a_site_share_its_link_as_those_of_a_rack_share_an_uplink() -> None:
-    """Two sites of two nodes, whose link carries half of what the nodes can send: as with racks, oversubscribed twice."""
-    strategy = SCATTER | {"hierarchical_inner_ranks": 2}
-    racks = run(nodes=4, inter=link(8), racks=Racks(nodes=2, oversubscription=2.0), strategy=strategy)
-    sites = run(nodes=4, inter=link(8), sites=(Site(nodes=2, up=link(8), count=2),), strategy=strategy)
-    assert [carried_ns(sites, rank) for rank in range(4)] == [carried_ns(racks, rank) for rank in range(4)]
-
-
-def test_inside_a_site_its_link_is_not_used() -> None:
-    """Sites of three nodes and one, in pairs: those of the first site are as without sites, the second pair has a slow link between."""
-    sites = (Site(nodes=3, up=link(0.8, 1_000)), Site(nodes=1, up=link(8, 500)))
-    result = run(nodes=4, inter=link(8, 10), sites=sites, strategy=PAIRS)
-    assert carried_ns(result, 0)["reduce 0"] == (300, 1_510)
-    assert carried_ns(result, 2)["reduce 0"] == (300, 300 + 10 + 500 + 1_000 + 12_000)  # towards rank 2, and down is as up: 10 ns a byte
-    assert carried_ns(result, 0)["all_reduce 0"][0] == carried_ns(result, 2)["reduce 0"][1]
-
-
 def test_lost_packets_limit_a_connection() -> None:
     """A share of 0.015 lost, a round trip of 14,480 ns: sqrt(3/2) / sqrt(0.015) = 10 segments of 1448 bytes in it, 1 ns a byte.
 
@@ -130,17 +74,6 @@ def test_lost_packets_limit_a_connection() -> None:
     assert in_ns(result, "exposed_comm_s") == [1_200 + 2 * 7_240] * 2
     both = run(TWO, inter=link(80), sites=sites, strategy=FREE)
     assert {end - start for start, end in carried_ns(both).values()} == {1_200 + 2 * 7_240}
-
-
-def test_losses_of_a_path_add_up() -> None:
-    """By each of the links that it passes: 1 - 0.99 x 0.98; acknowledgements may be lost."""
-    sites = (Site(nodes=1, up=lossy(80, 1_000, 0.01), down=link(80)), Site(nodes=1, up=link(80), down=lossy(80, 500, 0.02)))
-    links = Links.of(layered(ONE, inter=link(80), sites=sites))
-    hop, back = links.hop(0, 1), links.hop(1, 0)
-    assert hop.connection is not None
-    assert hop.connection[1] == round(8e9 * 1448 / 1_500 * (1.5 / (1 - 0.99 * 0.98)) ** 0.5)
-    assert back.connection is None
-    assert (hop.latency_ns, back.latency_ns) == (1_500, 0)
 
 
 @pytest.mark.parametrize(
@@ -164,41 +97,12 @@ def test_losses_without_a_tcp_window_are_refused(change: dict[str, Any]) -> None
         Link(**{"bandwidth": BitsPerSecond(10**9), "latency": Nanoseconds(1_000), "loss": 0.01} | change)
 
 
-def test_directions_are_apart() -> None:
-    """A reduce to node 0 and a broadcast from it pass each interface in opposite directions: neither slows the other, two reduces do."""
-    links = Links(trainers_per_node=1, intra=None, inter=link(8))
-    up, down = ring("reduce", (0, 1), links).route(1_600), ring("broadcast", (0, 1), links).route(1_600)
-    assert Meetings([up, down], [[0], [1]], links).carry([0, 0])[1] == [1_600, 1_600]
-    assert Meetings([up, up], [[0], [1]], links).carry([0, 0])[1] == [3_000, 3_200]  # in 8 turns of 200 ns
-
-
-def test_a_slow_interface_slows_the_rings_that_pass_it() -> None:
-    """Node 3 at half the bandwidth: pairs 0-1 go at 1 ns a byte and pairs 2-3 at 2; messages to it wait for its longer latency."""
-    override = NodeOverride(nodes=(3,), inter=link(4, 50))
-    result = run(nodes=4, inter=link(8, 10), node_overrides=(override,), strategy=PAIRS)
-    assert carried_ns(result, 0)["reduce 0"] == (300, 1_510)
-    assert carried_ns(result, 2)["reduce 0"] == (300, 2_750)
-    flat = run(nodes=4, inter=link(8, 10), node_overrides=(override,))
-    assert (
-        in_ns(flat, "exposed_comm_s") == [2 * 50 + 3_600] * 4
-    )  # a chunk passes the two slow hops one after the other, and then waits for their ports
-
-
 def test_the_last_override_that_says_a_thing_counts() -> None:
     """A node named twice has the later link and the later slowdown, and keeps what the later one leaves open."""
     both, link_of_1 = NodeOverride(nodes=(0, 1), inter=link(4), slowdown=3.0), NodeOverride(nodes=(1,), inter=link(2))
     result = run(nodes=2, inter=link(8), node_overrides=(both, link_of_1, NodeOverride(nodes=(0,), slowdown=2.0)))
     assert in_ns(result, "forward_s") == [200, 300]
     assert carried_ns(result)["all_reduce 0"] == (900, 900 + 4 * 1_200)
-
-
-def test_trainers_of_a_node_may_have_other_links() -> None:
-    """Node 0's trainers at a quarter of the bandwidth: its reduce takes 4 x 1200 ns, node 1's 1200."""
-    cluster = {"nodes": 2, "trainers_per_node": 2, "intra": link(8), "inter": link(80)}
-    strategy = {"use_hierarchical_allreduce": True}
-    result = run(node_overrides=(NodeOverride(nodes=(0,), intra=link(2)),), strategy=strategy, **cluster)
-    assert carried_ns(result, 0)["reduce 0"] == (300, 5_100)
-    assert carried_ns(result, 2)["reduce 0"] == (300, 1_500)
 
 
 def test_a_slow_node_computes_slowly_beside_its_stragglers() -> None:
@@ -208,20 +112,6 @@ def test_a_slow_node_computes_slowly_beside_its_stragglers() -> None:
     fast = run(inter=link(8), node_overrides=(NodeOverride(nodes=(0,), slowdown=0.5),))
     assert in_ns(fast, "arrival_s") == [150, 300]
     assert in_ns(fast, "wait_s") == [150, 0]
-
-
-def test_a_rack_of_many_rings_is_shared_by_all_of_them() -> None:
-    """Eight trainers on each of 4 nodes in 2 racks: 8 rings of a part each; interfaces carry 8 to a node, the uplink 2 nodes' over 4.
-
-    A part of 1280 bytes is 160, six messages of 40; the uplink has half an interface, 80 ns a message: eight rings take turns, the last
-    ends after 48 of them and the first after 41. With an interface for each trainer it has four, 10 ns a message.
-    """
-    layers = [(320, 100, 200)]
-    cluster = {"nodes": 4, "trainers_per_node": 8, "intra": link(8), "inter": link(8)}
-    result = run(layers, racks=Racks(nodes=2, oversubscription=4.0), strategy=SCATTER, **cluster)
-    assert [took(result, rank) for rank in (0, 7)] == [41 * 80, 48 * 80]
-    rails = run(layers, racks=Racks(nodes=2, oversubscription=4.0), strategy=SCATTER, nics_per_node=8, **cluster)
-    assert [took(rails, rank) for rank in (0, 7)] == [41 * 10, 48 * 10]
 
 
 def took(result: RunResult, rank: int) -> int:

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from fleetbench.cli.templates import render_template
 from fleetbench.cluster import Cluster, NodeOverride
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.profile import all_reduce_cost, table_for
 from fleetbench.stragglers import ONE, SlowNode, draws
-from real.testbed.topology import topology_of
 from sim.network.links import Links
 from sim.run import Engine, simulate
 
@@ -57,24 +54,6 @@ def test_a_ring_has_as_many_ranks_as_trainers(engine: Engine, trainers: int, ran
     assert cost.latency_ns + cost.ns_per_byte * NBYTES == pytest.approx(1000 * planned_us + transfer_ns)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_slow_interface_is_the_rings(engine: Engine) -> None:
-    """A node of one trainer behind a tenth of the bandwidth: all of the ring takes its bytes over that."""
-    slow = {"bandwidth": "100 Mbit/s", "payload": True, "latency": "50 us"}
-    found = experiment([{"nodes": [1], "trainers": 1, "inter": slow}])
-    assert step_ns(found, engine) == pytest.approx(COMPUTE_NS + 100_000 + 4 / 3 * NBYTES * 80, abs=2)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_compute_is_by_node(engine: Engine) -> None:
-    """Slowdown and a slow node count for the trainers that are there: rank 1 is the second node's, whose first has one trainer."""
-    override = [{"nodes": [0], "trainers": 1}, {"nodes": [1], "slowdown": 2.0}]
-    slow = [{"kind": "slow_node", "nodes": [1], "factor": 3.0}]
-    rows = simulate(experiment(override, stragglers=slow), engine=engine, table=True).steps
-    compute_s = (rows.forward_s + rows.backward_s).groupby(rows["rank"]).mean()
-    assert compute_s.tolist() == pytest.approx([0.003, 0.018, 0.018])
-
-
 def test_ranks_are_counted_through_the_nodes() -> None:
     """Nodes of 2, 3, 1 and 2 trainers, and two interfaces each; the last override counts."""
     overrides = (NodeOverride(nodes=(1, 2), trainers=3), NodeOverride(nodes=(2,), trainers=1))
@@ -86,24 +65,3 @@ def test_ranks_are_counted_through_the_nodes() -> None:
     assert [links.hop(rank, 7 if rank < 6 else 0).ports[0][1] for rank in range(8)] == [0, 1, 2, 3, 2, 4, 6, 7]
     drawn = draws((SlowNode(nodes=(1,), factor=2.0),), 0, 8, cluster.node_by_rank, 1, 1)
     assert (drawn[:, 0] // ONE).tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_hierarchy_needs_groups_of_one_size(engine: Engine) -> None:
-    """Nodes are none; groups by number are, where they divide the trainers."""
-    overrides = [{"nodes": [1], "trainers": 4}]
-    with pytest.raises(ConfigError, match=r"node_overrides\[0\].trainers"):
-        experiment(overrides, {"use_hierarchical_allreduce": True})
-    grouped = experiment(overrides, {"use_hierarchical_allreduce": True, "hierarchical_inner_ranks": 2})
-    assert simulate(grouped, engine=engine).summary.trainers == 6
-
-
-def test_what_starts_processes_refuses_it() -> None:
-    """The testbed and a template, by name."""
-    found = experiment([{"nodes": [1], "trainers": 4}])
-    with pytest.raises(ConfigError, match=r"node_overrides\[0\].trainers"):
-        topology_of(found.cluster)
-    with pytest.raises(ConfigError, match=r"node_overrides\[0\].trainers"):
-        render_template("torchrun", found, "x.toml", [])  # type: ignore[arg-type]  # it is refused before the path is read
-    with pytest.raises(ConfigError, match="trainers"):
-        experiment([{"nodes": [1], "trainers": 0}])

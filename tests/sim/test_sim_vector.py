@@ -7,18 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from sim_cases import layered, link
 
-from fleetbench.errors import ConfigError
 from fleetbench.plan.operations import Operation
 from fleetbench.result import step_s_of, summarise
-from fleetbench.stragglers import ONE, Jitter, stretch
-from sim.arrays.compute import Stretches, stretched
-from sim.arrays.engine import CELLS
-from sim.arrays.layout import NEVER, Group, Layout
-from sim.arrays.observers import quantiles
+from fleetbench.stragglers import Jitter
+from sim.arrays.layout import Layout
 from sim.arrays.program import script_of
 from sim.arrays.shared_links import Wires
 from sim.clock import Clock
@@ -26,43 +22,6 @@ from sim.many.objective import StepTime
 from sim.reference.network import Collectives, Network
 from sim.run import simulate
 from sim.scenario import Scenario
-
-
-@given(st.lists(st.integers(-ONE + 1, 0) | st.integers(0, 10**6 * ONE), min_size=1, max_size=5), st.integers(0, 10**14))
-@example([-ONE // 4], 10**13)
-def test_arrays_are_stretched_as_numbers_are(xs: list[int], base_ns: int) -> None:
-    """To the nanosecond, below 1 + X = 1 and beyond 64 bits on the way."""
-    if base_ns * (ONE + max(xs)) // ONE < 2**62:
-        assert stretched(base_ns, np.asarray(xs), max(xs)).tolist() == [stretch(base_ns, x) for x in xs]
-
-
-def test_the_last_of_a_part_has_the_largest_x() -> None:
-    """What is longest in a part follows from the part's largest X."""
-    x = np.random.default_rng(0).integers(0, ONE, (3, 6))
-    group = Group(((0, 2, 4), (5, 1)), 6)
-    stretches = Stretches(x)
-    assert (stretches.latest(12_345, group) == group.latest(stretches.of(12_345))).all()
-
-
-def test_groups_lay_parts_over_ranks() -> None:
-    """Parts of two and three ranks among six, of whom one meets nobody."""
-    group = Group(((4, 1), (0, 3, 5), (2,)), 6)
-    values = np.asarray([[10, 21, 32, 43, 14, 5]])
-    assert group.latest(values).tolist() == [[21, 43]]
-    assert group.to_ranks(np.asarray([[7, 9]])).tolist() == [[9, 7, NEVER, 9, 7, 9]]
-    assert not group.has_all
-    assert Group((tuple(range(6)),), 6).is_whole
-
-
-def test_groups_cross() -> None:
-    """Nodes of two ranks, and their leaders: a leader's collective waits for all nodes, and every node for the leaders."""
-    inner, leaders, outer = (Group(parts, 6) for parts in (((0, 1), (2, 3), (4, 5)), ((0, 2, 4),), ((0, 2, 4), (1, 3, 5))))
-    assert leaders.latest_of(inner, np.asarray([[3, 9, 5]])).tolist() == [[9]]
-    assert inner.latest_of(leaders, np.asarray([[7]])).tolist() == [[7, 7, 7]]
-    assert inner.crosses(outer)
-    assert not inner.crosses(inner)
-    assert inner.latest_of(outer, np.asarray([[4, 6]])).tolist() == [[6, 6, 6]]
-    assert Group(((2, 3),), 4).latest_of(Group(((0, 1),), 4), np.asarray([[5]])).tolist() == [[NEVER]]
 
 
 @given(st.data())
@@ -108,32 +67,6 @@ def reference(scenario: Scenario, operations: list[Operation], ready_ns: list[in
 
     clock.run(clock.process(joins()))
     return [found[operation.id] for operation in operations]
-
-
-def test_blocks_do_not_depend_on_how_many_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of three steps, of which the arrays hold one, a few or all at once."""
-    local = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
-    experiment = layered([(250, 900, 700)] * 2, inter=link(8), nodes=7, steps=60, stragglers=(Jitter(mean=0.5),), strategy=local)
-    tables = []
-    for cells in (1, 50, 200, CELLS):
-        monkeypatch.setattr("sim.arrays.engine.CELLS", cells)
-        tables.append(simulate(experiment, engine="vector", timeline=False).steps)
-    assert all(table.equals(tables[0]) for table in tables)
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), min_size=1, max_size=30), st.floats(0, 1))
-def test_weighted_quantiles_are_those_of_repeated_values(pairs: list[tuple[int, int]], share: float) -> None:
-    """A value that stands for three counts as three."""
-    values, weights = (np.asarray(column) for column in zip(*pairs, strict=True))
-    expected = np.quantile(np.repeat(values, weights), share)
-    assert quantiles(values, weights.astype(float), [share])[0] == pytest.approx(expected, rel=1e-12, abs=1e-9)
-
-
-def test_the_objective_refuses_what_a_run_refuses() -> None:
-    """A step of no time is no objective."""
-    experiment = layered([(250, 0, 0)], nodes=1)
-    with pytest.raises(ConfigError, match="takes no time"):
-        StepTime(experiment)(experiment.strategy)
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
-from sim_cases import layered, link, profiled, with_profile
+from sim_cases import layered, link
 
-from fleetbench.cluster import NodeOverride
-from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond
-from fleetbench.stragglers import Blocks, Jitter, SlowNode, SlowRank, draws
-from sim.many.what_if import slowest_rank_and_node, what_if, with_infinite_bandwidth
+from fleetbench.stragglers import Jitter, SlowNode, SlowRank
+from sim.many.what_if import what_if, with_infinite_bandwidth
 from sim.run import simulate
 
 # 100 + 200 ns, then 1000 bytes among two trainers: 20 + 1000 ns after the backward.
 LAYER = [(250, 100, 200)]
-
-
-def slowest_rank(*args: object, **options: object) -> int | None:
-    """The slowest rank alone."""
-    found = slowest_rank_and_node(*args, **options)  # type: ignore[arg-type]  # passed on
-    return None if found is None else found[0]
 
 
 def gains(*args: object, **options: object) -> dict[str, float]:
@@ -54,21 +45,6 @@ def test_a_slow_node_is_a_row() -> None:
     assert by_straggler["without node 1"] == by_straggler["without stragglers"] == gained
 
 
-def test_of_two_slow_nodes_the_slower_one_is_named() -> None:
-    """Jitter of a tenth, nodes 3 and 5 of eight take 1.2 and 1.4 times as long by themselves."""
-    slow = (NodeOverride(nodes=(3,), slowdown=1.2), NodeOverride(nodes=(5,), slowdown=1.4))
-    options = {"nodes": 8, "trainers_per_node": 4, "inter": link(8), "intra": link(8)}
-    assert "without node 5" in gains(layered(LAYER, **options, steps=9, stragglers=(Jitter(mean=0.1),), node_overrides=slow))
-
-
-def test_a_node_with_few_ranks_may_be_the_slowest() -> None:
-    """One rank at twice its time is a slower node than three ranks at 1.5 times, though these are late by more in sum."""
-    slow = (SlowRank(ranks=(0, 1, 2), factor=1.5), SlowRank(ranks=(3,), factor=2.0))
-    few = (NodeOverride(nodes=(1,), trainers=1),)
-    uneven = layered(LAYER, nodes=2, trainers_per_node=3, node_overrides=few, inter=link(8), intra=link(8), stragglers=slow)
-    assert slowest_rank_and_node(uneven) == (3, 1)
-
-
 def test_without_a_rank_all_others_keep_their_draws() -> None:
     """A step is as long as the slowest of the others, step by step, and the spared rank computes undelayed."""
     experiment = layered([(1, 250_000, 750_000)], nodes=5, inter=link(10**9), stragglers=(Jitter(mean=0.4),), steps=50)
@@ -79,48 +55,6 @@ def test_without_a_rank_all_others_keep_their_draws() -> None:
     assert by_rank_spared.loc[3].to_numpy() == pytest.approx([0.001] * 50)
     lengths = spared[spared["rank"] == 0][["compute_s", "wait_s", "exposed_comm_s"]].sum(axis=1)
     assert lengths.to_numpy() == pytest.approx(by_rank.drop(3).max().to_numpy(), abs=1e-7)
-
-
-def test_the_slowest_rank_is_the_latest_on_average() -> None:
-    """Rank 1 is late once and much, rank 2 always and more in sum; none is where nobody is late."""
-    late = Blocks(values=((0, 0, 0), (2, 0, 0), (1, 1, 1)), block_steps=3)
-    experiment = layered(LAYER, nodes=3, inter=link(8), steps=3, stragglers=(late,))
-    assert slowest_rank(experiment) == 2
-    assert slowest_rank(layered(LAYER, inter=link(8))) is None
-
-
-def test_the_slowest_rank_may_be_slow_by_its_node() -> None:
-    """Jitter of a tenth, and one node of three that takes three times as long by itself: the rank is on it, whichever it is."""
-    jitter = Jitter(mean=0.1)
-    for node in range(3):
-        slow = NodeOverride(nodes=(node,), slowdown=3.0)
-        assert slowest_rank(layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(jitter,), node_overrides=(slow,))) == node
-    alike = layered(LAYER, nodes=3, inter=link(8), steps=7, stragglers=(jitter,))
-    assert slowest_rank(alike) == int(draws((jitter,), 0, 3, 1, 1, 7).mean(axis=1).argmax())
-
-
-def test_nothing_to_take_away_is_not_simulated() -> None:
-    """Without stragglers only the bandwidth is left, and for one trainer nothing."""
-    assert list(gains(layered(LAYER, inter=link(8)))) == ["as it is", "with infinite bandwidth"]
-    assert list(gains(layered(LAYER, nodes=1))) == ["as it is"]
-
-
-def test_measured_links_become_infinite_too() -> None:
-    """The link of a profile: 20 + 400 ns after 300, of which the 400 go."""
-    experiment, profile = profiled([([100], [200], 100, 200)], {}, nodes=1, trainers_per_node=2)
-    profile = dataclasses.replace(profile, communication=Communication(backend="gloo", trainers=2, link=link(8, 10)))
-    assert gains(with_profile(experiment, profile))["with infinite bandwidth"] == pytest.approx(720 / 320)
-
-
-def test_cases_are_plain_data_and_progress_is_told() -> None:
-    """JSON takes them; every run is reported."""
-    told: list[tuple[int, int]] = []
-    experiment = layered(LAYER, inter=link(8, 10), stragglers=(Jitter(mean=0.5),))
-    cases = what_if(experiment, progress=lambda done, total: told.append((done, total)))
-    assert told == [(number, 5) for number in range(1, 6)]
-    data = json.loads(json.dumps([case.to_dict() for case in cases]))
-    assert data[0]["name"] == "as it is"
-    assert all(case["gain"] >= 1.0 for case in data)
 
 
 def test_infinite_bandwidth_has_no_limit_of_a_connection() -> None:

@@ -52,12 +52,6 @@ def test_a_fragment_travels_beside_steps_within() -> None:
     assert [span.start_ns for span in within] == [300, 1_800]
 
 
-def test_between_sites_go_the_bytes_of_one_model() -> None:
-    """Each trainer sends 2 x 1/2 of its half between sites and 1/2 of the whole within, beside 2 x 1/2 of all gradients an update."""
-    result = simulate(round_of_two())
-    assert result.steps["bytes_sent"].tolist() == [1_200, 1_200 + 600 + 600] * 4
-
-
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 60), marks=pytest.mark.slow)], ids=str)
 def test_engines_agree_on_workers(seeds: range) -> None:
     """Random experiments: equal to the nanosecond, or refused alike."""
