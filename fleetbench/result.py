@@ -364,21 +364,19 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
             "skipped": (
                 *known.get("skipped", ()),
                 *lost,
-                *_early_exchanges(experiment, figures["step_s"], known.get("server_load")),
+                *_early_exchanges(experiment, figures["step_s"]),
             ),
         }
     )
 
 
-def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float], load: Mapping[str, Any] | None) -> list[dict[str, str]]:
+def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float]) -> list[dict[str, str]]:
     """Return a ``skipped`` entry if trainers exchange with servers earlier than planned, else an empty list."""
     if experiment.strategy.mode != "ps":
         return []
     cluster, optimizer = experiment.cluster, experiment.workload.optimizer
     rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer)
-    pushes_per_s = load["gradients_per_s"] if load is not None and rules.mode == "geo_sgd" else 0.0
-    apart = cluster.trainers / (step_s["mean"] * pushes_per_s) if pushes_per_s else None
-    found = early_exchanges(rules, step_s["p50"], apart)
+    found = early_exchanges(rules, step_s["p50"])
     return [] if found is None else [skip(*found)]
 
 

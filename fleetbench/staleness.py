@@ -3,21 +3,26 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class ServerLoad:
-    """Load of one server over ``span_s`` seconds of counted steps."""
+    """Work of one server between ``since_ns`` and ``until_ns``, on its clock in ns."""
 
-    span_s: float
-    """Length of the observed period in seconds."""
-    busy_s: float
-    """Seconds in which the server was busy."""
-    staleness: Mapping[int, int]
-    """Number of gradients, or of pushes in GeoSGD, by the number of updates that they have missed."""
+    since_ns: int = 0
+    until_ns: int = 0
+    busy_ns: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Number of gradients, or of pushes in GeoSGD, by the number of updates between the parameters that they were
+    computed from and their own."""
+
+    def worked(self, took_ns: int, now_ns: int) -> None:
+        """Count ``took_ns`` of work that ends at ``now_ns``, except for the part before ``since_ns``."""
+        self.until_ns = now_ns
+        self.busy_ns += min(took_ns, now_ns - self.since_ns)
 
 
 def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
@@ -26,17 +31,17 @@ def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
     The first two are means over the servers, the histogram is the sum over them.
     """
     counts = counts_of(servers)
-    spans_s = [max(server.span_s, 1e-9) for server in servers]
+    pairs = [(server, max(server.until_ns - server.since_ns, 1)) for server in servers]
     return {
-        "gradients_per_s": sum(sum(one.staleness.values()) / span for one, span in zip(servers, spans_s, strict=True)) / len(servers),
-        "utilisation": sum(one.busy_s / span for one, span in zip(servers, spans_s, strict=True)) / len(servers),
+        "gradients_per_s": sum(1e9 * server.staleness.total() / span_ns for server, span_ns in pairs) / len(servers),
+        "utilisation": sum(server.busy_ns / span_ns for server, span_ns in pairs) / len(servers),
         "staleness_histogram": {str(missed): counts[missed] for missed in sorted(counts)},
     }
 
 
 def counts_of(servers: Sequence[ServerLoad]) -> Counter[int]:
     """Return the number of gradients by staleness, summed over the servers."""
-    return sum((Counter(server.staleness) for server in servers), Counter[int]())
+    return sum((server.staleness for server in servers), Counter[int]())
 
 
 def quantiles_of(counts: Mapping[int, int]) -> dict[str, float] | None:

@@ -1,7 +1,4 @@
-"""Server: a parameter server on the simulated clock, and its load."""
-
-from collections import Counter
-from dataclasses import dataclass, field
+"""Server: a parameter server on the simulated clock."""
 
 from fleetbench.plan.events import Event, Message
 from fleetbench.plan.operations import Operation
@@ -23,7 +20,7 @@ class Server(Actor):
 
     def __init__(self, clock: Clock, decider: RoleDecider, job: Job, answer: Answer) -> None:
         super().__init__(clock, decider, job)
-        self.load = Load()
+        self.load = ServerLoad()
         self._answer = answer
         self._carried = NOTHING
         """Sizes and versions of the message that the server works on."""
@@ -77,25 +74,3 @@ class Server(Actor):
             rank = len(self._job.draws) + self.decider.rank
             name = operation.kind if operation.message is None else operation.message
             self.spans.append(Span(rank, SERVER, name, self._clock.now - self._took_ns, self._took_ns))
-
-
-@dataclass(slots=True)
-class Load:
-    """Work of one server, from ``since_ns`` on."""
-
-    since_ns: int = 0
-    until_ns: int = 0
-    busy_ns: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
-    """Number of gradients, or of pushes in GeoSGD, by the number of updates between the parameters that they
-    were computed from and their own."""
-
-    @property
-    def told(self) -> ServerLoad:
-        """Load in the form that a real server reports."""
-        return ServerLoad(span_s=(self.until_ns - self.since_ns) / 1e9, busy_s=self.busy_ns / 1e9, staleness=self.staleness)
-
-    def worked(self, took_ns: int, now_ns: int) -> None:
-        """Count ``took_ns`` of work that ends at ``now_ns``, except for the part before ``since_ns``."""
-        self.until_ns = now_ns
-        self.busy_ns += min(took_ns, now_ns - self.since_ns)

@@ -28,7 +28,7 @@ from sim.execution import Execution, Wanted, too_many
 from sim.limits import MOST_EVENTS, at_most, refuse_large
 from sim.servers.actor import Actor, Carried, Costs, Job, Order, costs_of
 from sim.servers.ports import Hosts, Wires
-from sim.servers.server import Load, Server
+from sim.servers.server import Server
 from sim.servers.traffic import Traffic, traffic_of
 from sim.servers.worker import Local, Memory, Sender, Trainer
 
@@ -178,7 +178,7 @@ def execute(job: Job, *, record: bool = False, step_done: Callable[[], None] | N
     return Seen(
         records=tuple(found for trainer in run.trainers for found in trainer.records),
         spans=tuple(span for actors in (run.trainers, run.servers) for actor in actors for span in actor.spans),
-        loads=tuple(server.load.told for server in run.servers),
+        loads=tuple(server.load for server in run.servers),
         recordings=tuple(actor.decider.recording() for actor in run.actors if record),
     )
 
@@ -232,4 +232,4 @@ class _Run:
         if step >= 1 and not self._counts:
             self._counts = True
             for server in self.servers:
-                server.load = Load(self._clock.now, self._clock.now)
+                server.load = ServerLoad(self._clock.now, self._clock.now)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from fleetbench.staleness import ServerLoad
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
-from real.servers.links import TrainerOptions
+from real.servers.links import Options
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
-from real.servers.server_options import ServerOptions, ServerReport
 
 PATIENCE_S = 20.0
 
@@ -44,19 +44,11 @@ def add_gradients(model: torch.nn.Module, value: float) -> None:
 class ServerThread(threading.Thread):
     """One server, run to its end."""
 
-    def __init__(
-        self,
-        options: ServerOptions,
-        *,
-        restore: Path | None = None,
-        save_to: Path | None = None,
-        save_every_s: float | None = None,
-    ) -> None:
+    def __init__(self, options: Options, *, restore: Path | None = None) -> None:
         super().__init__(daemon=True)
         self.server = ParameterServer(options)
-        self.report: ServerReport | None = None
+        self.report: ServerLoad | None = None
         self.error: Exception | None = None
-        self._save = (save_to, save_every_s)
         try:
             if restore is not None:
                 self.server.restore(restore)
@@ -68,7 +60,7 @@ class ServerThread(threading.Thread):
     def run(self) -> None:
         """Serve."""
         try:
-            self.report = self.server.run(*self._save)
+            self.report = self.server.run()
         except Exception as error:  # noqa: BLE001  # the test looks at it
             self.error = error
         finally:
@@ -76,7 +68,6 @@ class ServerThread(threading.Thread):
 
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
-        self._save = (None, None)
         self.server._has_ended = True
         self.join(PATIENCE_S)
         assert not self.is_alive()
@@ -99,14 +90,7 @@ class Job:
 
     def start(self, number: int, **run: Any) -> ServerThread:
         """One server, on its address."""
-        options = ServerOptions(
-            server=number,
-            servers=self.num_servers,
-            trainers=self.trainers,
-            endpoint=self.endpoints[number],
-            record=True,
-            **self.options,
-        )
+        options = Options(number=number, endpoints=self.endpoints, trainers=self.trainers, record=True, **self.options)
         thread = ServerThread(options, **run)
         thread.start()
         return thread
@@ -123,13 +107,13 @@ class Job:
     ) -> ServedTraining:
         """A trainer that has joined."""
         own = {**self.options, "trainers": self.trainers, "record": True, **links}
-        training = ServedTraining(model, strategy, TrainerOptions(rank=rank, endpoints=tuple(endpoints or self.endpoints), **own))
+        training = ServedTraining(model, strategy, Options(number=rank, endpoints=tuple(endpoints or self.endpoints), **own))
         training.attach_optimizer(optimizer)
         self.trainings.append(training)
         training.begin()
         return training
 
-    def reports(self) -> list[ServerReport]:
+    def reports(self) -> list[ServerLoad]:
         """What the servers did, once they have ended by themselves."""
         for thread in self.threads:
             thread.join(PATIENCE_S)

@@ -20,7 +20,7 @@ from fleetbench.quantities import Nanoseconds
 from fleetbench.report.compare import compare_runs
 from fleetbench.report.fidelity import compare_fidelity
 from fleetbench.result import RunResult
-from fleetbench.staleness import counts_of, load_of, quantiles_of
+from fleetbench.staleness import ServerLoad, counts_of, load_of, quantiles_of
 from fleetbench.stragglers import draws, stretch
 from fleetbench.workloads.server_updates import options_for
 from fleetbench.workloads.training import make_optimizer
@@ -33,7 +33,6 @@ from real.job.session import Session
 from real.leg import Leg
 from real.servers.leg_servers import loads_of
 from real.servers.parameters import Parameters, options_of
-from real.servers.server_options import ServerReport
 from real.supported import not_emulated, refuse_unsupported
 from real.training import checksum
 from sim.run import simulate
@@ -65,7 +64,7 @@ def experiment(strategy: dict[str, Any], steps: int, **parts: dict[str, Any]) ->
     )
 
 
-def train(made: Experiment, profile: Profile | None = None) -> tuple[list[dict[str, Any]], torch.Tensor, list[ServerReport]]:
+def train(made: Experiment, profile: Profile | None = None) -> tuple[list[dict[str, Any]], torch.Tensor, list[ServerLoad]]:
     """A whole leg on threads: what ranks write, what servers hold in the end, and their reports."""
     trainers = made.cluster.trainers
     parts: list[dict[str, Any]] = [{} for _ in range(trainers)]
@@ -112,7 +111,7 @@ def test_synchronous_servers_update_by_the_mean_of_the_probes() -> None:
     made = experiment({}, 4, workload={"lr_decay": [{"step": 3, "factor": 0.5}]})
     parts, held, reports = train(made)
     agrees(parts, held, [-1.25 * 1.5 * gradient(block) for block in range(BLOCKS) for _ in range(NUMBERS)])
-    assert [report.updates for report in reports] == [4 + WARMUP] * SERVERS
+    assert [report.staleness.total() for report in reports] == [4 * TRAINERS] * SERVERS
 
 
 @pytest.mark.parametrize(
@@ -196,9 +195,12 @@ def test_a_trainer_sleeps_until_its_deadlines_and_no_longer(mode: str, monkeypat
     assert parts[0]["lateness"]["step"] == [(0, 8)]
 
 
-def result(made: Experiment, parts: Sequence[dict[str, Any]], reports: Sequence[ServerReport]) -> RunResult:
+def result(made: Experiment, parts: Sequence[dict[str, Any]], reports: Sequence[ServerLoad]) -> RunResult:
     """The run, as a session makes it of what ranks and servers write."""
-    told = [{"staleness": sorted(one.staleness.items()), "busy_s": one.busy_s, "served_s": one.served_s, "roles": []} for one in reports]
+    told = [
+        {"staleness": sorted(one.staleness.items()), "busy_ns": one.busy_ns, "span_ns": one.until_ns - one.since_ns, "roles": []}
+        for one in reports
+    ]
     return run_of(
         made,
         Leg(strategy=made.strategy, steps=made.workload.steps, evaluate=True),

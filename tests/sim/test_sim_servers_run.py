@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from typing import Any
 
 import pytest
@@ -129,7 +128,7 @@ def test_k_steps_bound_how_often_geo_sgd_exchanges(k_steps: int, gbit_per_s: flo
 @pytest.mark.parametrize(
     ("configs", "says"),
     [
-        ({"k_steps": 400}, "at most 400 steps between two exchanges, and there is one after every step: a step takes 30 ms"),
+        ({"k_steps": 400}, "at most 400 steps between two exchanges, and fewer where the link carries them: a step takes 30 ms"),
         ({"k_steps": -1}, "at most 800 steps"),
         ({"k_steps": 0, "max_merge_var_num": 5}, "at most 5 steps"),
         ({"k_steps": 400, "send_wait_times": 4}, None),
@@ -146,22 +145,6 @@ def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], 
         assert says in found[0]["why"]
         assert "idle after 10 ms (send_wait_times = 1)" in found[0]["why"]
         assert "send_wait_times = 5" in found[0]["why"]
-
-
-@pytest.mark.slow
-def test_a_full_link_holds_exchanges_up() -> None:
-    """Pushes of 4 MB at 80 Mbit/s take 0.4 s, pulls as long: many steps of 30 ms lie between two; K = 5 is reached."""
-    slow = {"inter": {"bandwidth": "80 Mbit/s", "latency": "10 us"}}
-    for k_steps, says in ((400, True), (5, False)):
-        run = simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k_steps}}, workload={"steps": 400})).summary
-        found = [entry["why"] for entry in run.skipped if entry["what"].startswith("strategy.a_sync_configs")]
-        assert len(found) == says
-        if says:
-            told = re.search(r"there is one every ([\d.]+) steps in the mean", found[0])
-            assert told is not None
-            assert run.server_load is not None
-            assert float(told[1]) == pytest.approx(run.trainers / run.step_s["mean"] / run.server_load["gradients_per_s"], rel=0.05)
-            assert float(told[1]) > 10
 
 
 def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:

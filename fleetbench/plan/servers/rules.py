@@ -20,10 +20,6 @@ WAIT_NS = 10_000_000
 """Time in ns between Fleet's checks of an empty queue. After ``send_wait_times`` such checks a trainer is
 idle."""
 
-_EVERY, _NEARLY = 1.5, 0.9
-"""Mean number of steps between exchanges below which a note says "after every step"; share of the bound that
-counts as reaching it."""
-
 SERVED = named("servers")
 """Dotted names of the strategy's fields that training with parameter servers carries out; changes to others
 are refused."""
@@ -82,21 +78,18 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
     return f"a_sync_configs.k_steps = -1: {mode}; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
 
 
-def early_exchanges(rules: ServerRules, step_s: float, apart: float | None = None) -> tuple[str, str] | None:
-    """Return the field of a bound that trainers never reach because they are idle in each step, and the reason.
+def early_exchanges(rules: ServerRules, step_s: float) -> tuple[str, str] | None:
+    """Return the field of a bound that idle trainers do not wait for, and the reason; None if there is no such bound.
 
-    None if there is no such bound. ``step_s`` is the time per step in seconds. ``apart`` is the mean number
-    of steps between two exchanges, or None if not counted; a full link delays exchanges.
+    ``step_s`` is the time per step in seconds.
     """
     name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
-    if rules.mode == "synchronous" or most <= 1 or (apart or 0.0) >= _NEARLY * most or step_s * 1e9 <= rules.idle_ns:
+    if rules.mode == "synchronous" or most <= 1 or step_s * 1e9 <= rules.idle_ns:
         return None
-    when = "after every step" if apart is None or apart < _EVERY else f"every {apart:.3g} steps in the mean"
-    pauses, enough = rules.idle_ns // WAIT_NS, math.ceil(1.5e9 * step_s / WAIT_NS)
     why = (
-        f"at most {most} steps between two exchanges, and there is one {when}: a step takes {1e3 * step_s:.3g} ms, and a "
-        f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {pauses}) and sends what it has; "
-        f"send_wait_times = {enough} keeps {most}"
+        f"at most {most} steps between two exchanges, and fewer where the link carries them: a step takes {1e3 * step_s:.3g} ms, and a "
+        f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {rules.idle_ns // WAIT_NS}) and sends what it has; "
+        f"send_wait_times = {math.ceil(1.5e9 * step_s / WAIT_NS)} keeps {most}"
     )
     return f"strategy.a_sync_configs.{name}", why
 
@@ -156,7 +149,7 @@ class Table(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class Shards(Config):
     """Distribution of a model's parameters over ``servers`` servers.
 
     Dense parameters are one vector in the model's order, split into balanced ranges; embeddings are split by
