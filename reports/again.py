@@ -42,7 +42,6 @@ AGAIN = (
     Script("estimate/fit.py"),
     Script("straggler_traces/analyse.py"),
     Script("fidelity/measure.py --tables"),
-    Script("strategies/summary.py"),
     Script("server_learning/tables.py"),
     Script("diloco/losses.py --tables"),
     Script("simulate_only/session.py", spread=0.001),
@@ -51,8 +50,8 @@ ELSEWHERE = {
     "calibrate, nccl_model/nodes": "need tables of ddl-benchmarks, and of Alps and Polaris, which state no licence",
     "gpu": "needs a CUDA device",
     "fidelity, testbed, network/declared, parameter_server": "need root, network namespaces and a quiet machine for half an hour",
-    "quickstart, planted_truths, your_script, profile, strategies": "take times of real runs: a quiet machine for an hour",
-    "simulator_speed, simulator_engines, simulate_only, virtual_trainers": "take times of one quiet core",
+    "quickstart, planted_truths, your_script, profile, beside_ddp": "take times of real runs: a quiet machine for an hour",
+    "simulator_speed, simulate_only, virtual_trainers": "take times of one quiet core",
     "engines_agree, as_ddp_or_refused, kill_matrix, damaged_files": "campaigns of hours",
     "tuner": "bootstraps of some minutes: its README has the commands",
 }

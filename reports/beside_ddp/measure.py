@@ -30,18 +30,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from workloads import WORKLOADS, Workload
+
+from fleetbench.store import commit, machine, versions
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "strategies"))
-from workloads import WORKLOADS, Workload  # noqa: E402  # after the path
-
-from fleetbench.store import commit, machine, versions  # noqa: E402  # after the path
-from fleetbench.strategy import DistributedStrategy  # noqa: E402  # after the path
-from real.communication.communicators import Communicators  # noqa: E402  # after the path
-from real.engine.engine import Engine  # noqa: E402  # after the path
-
 RANKS, WARMUP, K = 2, 8, 4
 CAPS_MB = (0.25, 1.0, 4.0, 25.0)
 STEPS = {"deep": 48, "wide": 40, "conv": 48, "resnet18": 16, "gpt": 24}
@@ -64,7 +65,7 @@ class Gpt(nn.Module):
         return self.head(self.blocks(hidden).mean(1))
 
 
-WORKLOADS["gpt"] = Workload(build=Gpt, features=(64,), batch=8, units=0, search_units=0)
+WORKLOADS["gpt"] = Workload(build=Gpt, features=(64,), batch=8)
 
 
 def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -90,6 +91,15 @@ def ddp(name: str, model: nn.Module, cap_mb: float) -> tuple[Step, Close]:
     """DistributedDataParallel with bucket views."""
     wrapped = DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)  # type: ignore[arg-type]  # fractions are taken
     return loop(wrapped, optimizer_of(name, model)), lambda: None
+
+
+def post_local(name: str, model: nn.Module) -> tuple[Step, Close]:
+    """Local SGD as torch documents it: DDP with its hook, and PostLocalSGDOptimizer around the same fused update."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+    wrapped.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=K, warmup_steps=0)
+    return loop(wrapped, PostLocalSGDOptimizer(optimizer_of(name, model), averager)), lambda: None
 
 
 def ours(name: str, model: nn.Module, communicators: Communicators, changes: dict[str, Any]) -> tuple[Step, Close]:
@@ -143,8 +153,9 @@ def by_hand(name: str, model: nn.Module, outer: tuple[float, float] | None) -> t
 
 LOCAL = {"localsgd": True, "localsgd_configs": {"k_steps": K, "schedule": "torch", "begin_step": K}}
 DILOCO = {"localsgd": True, "localsgd_configs": {"k_steps": K, "outer_lr": 0.7, "outer_momentum": 0.9}}
-ARMS = ("ddp", "ddp alike", "default", "one bucket", "optimal", "local by hand", "local", "diloco by hand", "diloco")
-BESIDE = {"default": "ddp", "ddp alike": "ddp", "one bucket": "ddp", "optimal": "ddp", "local": "local by hand", "diloco": "diloco by hand"}
+ARMS = ("ddp", "ddp alike", "default", "one bucket", "optimal", "local by hand", "local", "PostLocalSGD", "diloco by hand", "diloco")
+BESIDE = {"default": "ddp", "ddp alike": "ddp", "one bucket": "ddp", "optimal": "ddp", "local": "local by hand"}
+BESIDE |= {"PostLocalSGD": "local by hand", "diloco": "diloco by hand"}
 
 
 def built(name: str, arm: str, communicators: Communicators, cap_mb: float) -> tuple[nn.Module, Step, Close]:
@@ -154,6 +165,8 @@ def built(name: str, arm: str, communicators: Communicators, cap_mb: float) -> t
         return model, *ddp_alike(name, model, communicators)
     if arm == "ddp":
         return model, *ddp(name, model, cap_mb)
+    if arm == "PostLocalSGD":
+        return model, *post_local(name, model)
     if arm.endswith("by hand"):
         return model, *by_hand(name, model, (0.7, 0.9) if "diloco" in arm else None)
     one = {"fuse_grad_size_in_MB": 0.0}

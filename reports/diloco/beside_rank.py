@@ -22,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torchft_servers import Servers, SkippedArm, _torchft
 
-STRATEGIES = Path(__file__).resolve().parents[1] / "strategies"
-sys.path.insert(0, str(STRATEGIES))
-from loop import SkippedArm  # noqa: E402  # after the path
-from workloads import WORKLOADS  # noqa: E402  # after the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "beside_ddp"))
+from workloads import WORKLOADS
 
-from fleetbench.strategy import DistributedStrategy  # noqa: E402  # after the path
-from real.communication.communicators import Communicators  # noqa: E402  # after the path
-from real.engine.engine import Engine  # noqa: E402  # after the path
+from fleetbench.strategy import DistributedStrategy
+from real.communication.communicators import Communicators
+from real.engine.engine import Engine
 
 TIMEOUT = timedelta(seconds=120)
 ETA, MU, LR = 0.7, 0.9, 1e-3
@@ -73,8 +72,6 @@ class Fragment(nn.Module):
 
 def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, job: dict[str, Any], context: dict[str, Any], **options: Any) -> Close:
     """DiLoCo of torchft with its own manager, one all-reduce a parameter."""
-    from torchft_arm import Servers, _torchft  # which may find no torchft
-
     local_sgd = _torchft("local_sgd")
     servers = Servers()
     parts = [Fragment(own) for own in context["split"](model)]

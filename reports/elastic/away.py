@@ -1,6 +1,6 @@
 """The loop of measure.py written out, with workers that are away: what departures and fresh optimizers cost DiLoCo itself.
 
-From the repository's root: ``python reports/elastic/away.py`` prints held-out losses of two seeds, K = 32, one core, two minutes:
+From the repository's root: ``python reports/elastic/away.py`` writes held-out losses of two seeds to ``away.csv``, K = 32, one core, two minutes:
 undisturbed; with a fresh AdamW for a random worker after 44 % of the rounds; and, too, with that worker's distances left out of
 the two rounds that follow.
 """
@@ -61,5 +61,8 @@ def trained(share: float, rounds_away: int) -> list[float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name, share, rounds_away in (("undisturbed", 0.0, 0), ("fresh AdamW", SHARE, 0), ("and away for two rounds", SHARE, 2)):
-        print(name, [round(loss, 4) for loss in trained(share, rounds_away)], flush=True)
+    with (measure.HERE / "away.csv").open("w", encoding="utf-8") as out:
+        print("workers,seed,loss", file=out)
+        for name, share, rounds_away in (("undisturbed", 0.0, 0), ("fresh AdamW", SHARE, 0), ("and away for two rounds", SHARE, 2)):
+            for seed, loss in enumerate(trained(share, rounds_away)):
+                print(f"{name},{seed},{loss:.4f}", file=out)

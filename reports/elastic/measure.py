@@ -64,7 +64,7 @@ def batch_of(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def held_out(network: nn.Module) -> float:
-    """Return the loss on samples that nobody trains with."""
+    """Return the loss on samples that no worker trains with."""
     inputs, labels = batch(7, 20_000)
     with torch.no_grad():
         return float(cross_entropy(network(inputs), labels))
@@ -164,7 +164,7 @@ class Campaign:
         return "ended"
 
     def look(self) -> None:
-        """See who has ended; after the first good end, nobody is struck or started."""
+        """See who has ended; after the first good end, no worker is struck or started."""
         for rank, process in list(self.living.items()):
             if process.exitcode is not None:
                 del self.living[rank]

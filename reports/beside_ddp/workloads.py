@@ -8,11 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-LR = 0.01
-MOMENTUM = 0.9
-WEIGHT_DECAY = 1e-4
-WARMUP_STEPS = 8
-
 
 class Residual(nn.Module):
     """A small layer with a path around it, so that 120 of them still train."""
@@ -77,15 +72,11 @@ def resnet18() -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One model with the shape of its input, ``(batch, *features)``, and how long it is timed."""
+    """A model and the shape of its input, ``(batch, *features)``."""
 
     build: Callable[[], nn.Module]
     features: tuple[int, ...]
     batch: int
-    units: int
-    """Timed units of a block."""
-    search_units: int
-    """Timed units of a block while DDP's settings are searched."""
 
     def model(self) -> nn.Module:
         """The model with initial parameters that are always the same, in training mode."""
@@ -104,13 +95,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "deep": Workload(build=deep, features=(32,), batch=16, units=16, search_units=6),
-    "wide": Workload(build=wide, features=(512,), batch=16, units=13, search_units=4),
-    "conv": Workload(build=conv, features=(3, 16, 16), batch=8, units=16, search_units=6),
-    "resnet18": Workload(build=resnet18, features=(3, 64, 64), batch=4, units=5, search_units=2),
+    "deep": Workload(build=deep, features=(32,), batch=16),
+    "wide": Workload(build=wide, features=(512,), batch=16),
+    "conv": Workload(build=conv, features=(3, 16, 16), batch=8),
+    "resnet18": Workload(build=resnet18, features=(3, 64, 64), batch=4),
 }
-
-
-def sgd(model: nn.Module, *, fused: bool = False) -> torch.optim.SGD:
-    """SGD with momentum and weight decay; ``fused``: torch's own fused update."""
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=fused or None)

@@ -1,8 +1,7 @@
-"""torchft's LocalSGD: with its real manager, and with a stand-in that bounds what the manager costs.
+"""Servers of torchft, set up as its documentation says.
 
-The real one is torchft's documented set-up: a lighthouse that every replica group knows, and in each replica
-group a store, a manager server and a manager. Every rank is a replica group of its own. All of it is started
-when the arm is built and shut down when it is closed, and every address in it is the loopback's.
+A lighthouse that every replica group knows; in each replica group a store, a manager server and a manager. Every rank is
+a replica group of its own. All of it starts with the arm and ends with it, and every address is the loopback's.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from loop import Plain, SkippedArm
-from timing import UNIT_STEPS
-from torch import nn
-from workloads import sgd
 
 HOST = "127.0.0.1"
+
+
+class SkippedArm(Exception):  # noqa: N818  # an arm that cannot run here is no error
+    """Why an arm cannot run on this machine."""
 
 
 def _torchft(module: str) -> Any:
@@ -76,55 +75,3 @@ class Servers:
         self._group.shutdown()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
-
-
-class TorchftBare(Plain):
-    """torchft's LocalSGD with a stand-in for its manager, averaging behind the steps 4, 8, ...."""
-
-    def __init__(self, model: nn.Module, manager: Any = None) -> None:
-        local_sgd = _torchft("local_sgd")
-        super().__init__(model, sgd(model))
-        self._local_sgd = local_sgd.LocalSGD(manager or StandInManager(), model, self.optimizer, sync_every=UNIT_STEPS)
-        self._local_sgd.__enter__()
-
-    def close(self) -> None:
-        """See ``Arm``."""
-        self._local_sgd.__exit__(None, None, None)
-
-
-class Torchft(TorchftBare):
-    """torchft's LocalSGD with its manager, averaging behind the steps 4, 8, ...."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._servers = Servers()
-        self.unlisted_collectives = self._servers.collectives
-        super().__init__(model, self._servers.manager)
-
-    def close(self) -> None:
-        """See ``Arm``."""
-        super().close()
-        self._servers.shutdown()
-
-
-class StandInManager:
-    """Answers torchft's LocalSGD without its servers: all ranks always take part, every averaging is committed.
-
-    The real manager also asks a quorum over the network, votes, and divides in a callback.
-    """
-
-    def disallow_state_dict_read(self) -> None:
-        """Nobody reads."""
-
-    def allow_state_dict_read(self) -> None:
-        """Nobody reads."""
-
-    def start_quorum(self) -> None:
-        """Everybody is there."""
-
-    def should_commit(self) -> bool:
-        """Nothing failed."""
-        return True
-
-    def allreduce(self, tensor: torch.Tensor) -> dist.Work:
-        """The mean over all ranks, started."""
-        return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True)
