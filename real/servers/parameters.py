@@ -70,7 +70,7 @@ class Shard(ParameterShard):
 
     def __init__(self, spec: Spec, server: int) -> None:
         self.spec = spec
-        super().__init__(spec.shards, server, DTYPES[spec.dtype], (spec.optimizer, spec.options), _readers(spec))
+        super().__init__(spec.shards, server, DTYPES[spec.dtype], (spec.optimizer, spec.options), spec.rules.readers)
 
     def adopt(self, spec: Spec) -> None:
         """Continue from a checkpoint with the rules and options of ``spec``, which has the same model and optimizer.
@@ -78,7 +78,7 @@ class Shard(ParameterShard):
         No row is marked as changed, because every trainer takes all parameters when it joins.
         """
         self.spec, self.optimizer.options = spec, spec.options
-        self._changed = self._flags(_readers(spec))
+        self._changed = self._flags(spec.rules.readers)
 
     def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Change:
         """Return the push in a message: versions, dense numbers, and rows and values of each table."""
@@ -88,10 +88,6 @@ class Shard(ParameterShard):
             rows = read_tensor(rows_body, ROW, (-1,))
             tables.append((rows, read_tensor(body, table.dtype, (len(rows), table.shape[1]))))
         return Change(dense if len(dense) else None, tables, head.rate, numbers(tensors[0], VERSION, (-1,)))
-
-
-def _readers(spec: Spec) -> int:
-    return spec.rules.trainers if spec.rules.mode == "geo_sgd" else 0
 
 
 def read_tensor(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,10 +1,9 @@
 """Served: the implementation of ``fleet`` in a job with parameter servers, on servers and on trainers."""
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,8 +60,6 @@ class Served:
         Return whether there was a checkpoint.
         """
         self.require("server", "fleet.init_server")
-        if self._server is not None:
-            raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
         with ExitStack() as made:
             server = made.enter_context(closing(ParameterServer(self._options)))
             restored = path is not None and server.restore(path)
@@ -78,7 +75,8 @@ class Served:
         """
         self.require("server", "fleet.run_server")
         if self._server is None:
-            raise ConfigError("this server has no address yet", "fleet.run_server", hint="call fleet.init_server first")
+            self.init_server(None)
+        assert self._server is not None
         with closing(self._server) as server:
             self._server = None
             return server.run()
@@ -212,15 +210,12 @@ class Served:
 
 
 def startup_timeout_of(environment: Mapping[str, str]) -> float:
-    """Return the seconds that the variable ``STARTUP`` sets; 300 without it.
-
-    Raises ``ConfigError`` if it is not a positive, finite number.
-    """
+    """Return the seconds that the variable ``STARTUP`` sets; 300 without it. Raises ``ConfigError`` if it is no number."""
     text = environment.get(STARTUP, "300")
-    with suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it") from None
 
 
 def _refuse(where: str, hint: str) -> NoReturn:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,58 +171,3 @@ def served(k_steps: int = 0, **configs: Any) -> DistributedStrategy:
 
 
 SYNCHRONOUS = DistributedStrategy(mode="ps")
-
-
-class SlowProxy(threading.Thread):
-    """Passes bytes on to a server, both ways, so many a second. ``close`` ends it, and breaks its connections."""
-
-    def __init__(self, target: str, bytes_per_s: float) -> None:
-        super().__init__(daemon=True)
-        self._target, self._bytes_per_s = (target.partition(":")[0], int(target.partition(":")[2])), bytes_per_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._others: dict[socket.socket, socket.socket] = {}
-        self._closing = False
-        self.start()
-
-    def run(self) -> None:
-        """Pass on until ``close``."""
-        selector = selectors.DefaultSelector()
-        self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ)
-        while not self._closing:
-            for key, _ in selector.select(0.05):
-                end = key.fileobj
-                assert isinstance(end, socket.socket)
-                if end is self._listener:
-                    self._connect(selector)
-                elif end in self._others and not self._pass_on(end):
-                    for gone in (end, self._others[end]):
-                        del self._others[gone]
-                        selector.unregister(gone)
-                        gone.close()
-        for end in (self._listener, *self._others):
-            end.close()
-        selector.close()
-
-    def _connect(self, selector: selectors.BaseSelector) -> None:
-        near, _ = self._listener.accept()
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # no more waits here unread
-        far = socket.create_connection(self._target)
-        self._others |= {near: far, far: near}
-        for end in (near, far):
-            selector.register(end, selectors.EVENT_READ)
-
-    def _pass_on(self, end: socket.socket) -> bool:
-        try:
-            data = end.recv(1 << 14)
-            time.sleep(len(data) / self._bytes_per_s)
-            self._others[end].sendall(data)
-        except OSError:
-            return False
-        return bool(data)
-
-    def close(self) -> None:
-        """Hang up for good."""
-        self._closing = True
-        self.join(PATIENCE_S)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from server_job import PATIENCE_S, SYNCHRONOUS, Job, ServerThread, SlowProxy, add_gradients, dice, free_port, job, served, together
+from server_job import PATIENCE_S, SYNCHRONOUS, Job, ServerThread, add_gradients, dice, free_port, job, served, together
 from test_real_servers_training import add, counting
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
@@ -179,23 +180,30 @@ def test_two_servers_cannot_have_one_address() -> None:
             ServerThread(options)
 
 
-@pytest.mark.slow
-def test_a_slow_link_makes_nobody_fail() -> None:
-    """A message that takes longer than the beats' rhythm on its way does not count as silence, nor is it sent again and again."""
-    with job(1, 1, timeout_s=3.0) as running:
-        slow = SlowProxy(running.endpoints[0], bytes_per_s=3_000_000)
-        try:
-            model = torch.nn.Linear(1500, 1000)  # 6 MB: two seconds each way
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            training = running.trainer(0, model, optimizer, served(), endpoints=[slow.endpoint])
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            start = running.dense().clone()
-            before = training.bytes_sent
-            optimizer.step()
-            training.finish()
-            assert training.bytes_sent - before < 6_100_000
-        finally:
-            slow.close()
-        running.reports()
-        assert torch.allclose(running.dense(), start - 1)
+def test_a_trainer_that_never_comes_is_named() -> None:
+    """The server waits for it for the startup timeout; rank 0 stands at the launch's barrier."""
+    with job(1, 2, startup_timeout_s=1.0) as running, pytest.raises(WorkerFailed, match="rank 1: this trainer has never come"):
+        counting(running, 0, SYNCHRONOUS)
+
+
+def test_a_trainer_that_lives_and_does_not_come_ends_synchronous_training() -> None:
+    """Rank 0 waits for rank 1's second gradient for longer than a round may take."""
+    with job(1, 2, startup_timeout_s=5.0, round_timeout_s=1.0) as running:
+        is_over = threading.Event()
+
+        def waits() -> None:
+            model, optimizer, _ = counting(running, 0, SYNCHRONOUS)
+            add(model, optimizer, 0, 1.0, 1.0)
+            begin = time.monotonic()
+            with pytest.raises(WorkerFailed, match="rank 1: this trainer has let the others wait for 1 s"):
+                add(model, optimizer, 0, 1.0, 1.0)
+            is_over.set()
+            assert 1.0 < time.monotonic() - begin < 4.0
+
+        def stays_away() -> None:
+            model, optimizer, _ = counting(running, 1, SYNCHRONOUS)
+            add(model, optimizer, 0, 1.0, 1.0)
+            assert is_over.wait(PATIENCE_S)
+
+        together(waits, stays_away)
+        assert running.dense().tolist() == [-1.0] * 3

@@ -120,44 +120,6 @@ def test_the_servers_model_is_exported(strategy: DistributedStrategy, both: Call
         assert trainings[0].step == step + 1
 
 
-def test_an_evaluation_does_not_make_the_next_step_look_stale() -> None:
-    """Rank 0 evaluates and reads all rows, rank 1 makes 5 updates, rank 0 pulls and steps: its gradient is of now.
-
-    One within a step, after an update of rank 1, does not make that step look fresher than it is.
-    """
-    with job(1, 2) as running:
-        model, other = Net(0), Net(1)
-        optimizer, others = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, other))
-        first = running.trainer(0, model, optimizer, served())
-        second = running.trainer(1, other, others, served())
-        model.eval()
-        model(torch.tensor([[3, 4]]))
-        with torch.no_grad():
-            model(torch.tensor([[5, 6]]))
-        first.fetch()
-        model.train()
-        for batch in batches(5, 1):
-            gradient(other, batch)
-            others.step()
-            others.zero_grad()
-            second.flush()
-        first.flush()
-        gradient(model, batches(1, 2)[0])
-        optimizer.step()
-        first.flush()
-        assert dict(running.threads[0].server.load.staleness) == {0: 6}
-        gradient(model, batches(1, 2)[0])
-        gradient(other, batches(1, 2)[0])  # with the dense parameters of before rank 0's update
-        others.step()
-        second.flush()
-        with torch.no_grad():
-            model.eval()
-            model(torch.tensor([[3, 4]]))
-        optimizer.step()
-        first.flush()
-        assert dict(running.threads[0].server.load.staleness) == {0: 6, 1: 2}
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 @pytest.mark.parametrize("how", ["to", "assign", "replaced", "data"])

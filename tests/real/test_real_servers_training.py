@@ -8,10 +8,10 @@ import pytest
 import torch
 from server_job import SYNCHRONOUS, Job, add_gradients, job, served, together
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.plan.replay import Recording
 from fleetbench.strategy import DistributedStrategy
-from real.servers.links import Answer, Options
+from real.servers.links import Options
 from real.servers.served_training import ServedTraining
 
 WORDS = 11
@@ -177,25 +177,6 @@ def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) ->
     model[0].weight.requires_grad_(False)  # type: ignore[union-attr,operator]  # its parameter
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     attach(served())
-
-
-def test_a_trainer_that_waits_for_rows_hears_that_its_sender_has_failed() -> None:
-    """It raises what ended the sender, where it would wait for rows for as long as the other servers answer its beats."""
-    with job() as running:
-        model, _, training = counting(running, 0, served())
-        links, sender = training._links, training._joined()
-        polls: list[float] = []
-
-        def poll(timeout_s: float) -> list[Answer]:
-            polls.append(timeout_s)
-            sender.failure = WorkerFailed("has been silent for 30 s", "server 1")
-            assert len(polls) < 3
-            return []
-
-        links.poll = poll  # type: ignore[method-assign, assignment]  # no rows come
-        with pytest.raises(WorkerFailed, match="server 1: has been silent"):
-            model.table(torch.tensor([1]))  # type: ignore[operator]  # its table
-        assert len(polls) == 1
 
 
 def test_options_that_change_on_the_way_are_refused() -> None:

@@ -16,7 +16,6 @@ from fleetbench.measurements import Threads
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
 from fleetbench.result import PARTS, Summary, parts_of, step_s_of
-from sim.many.what_if import what_if
 from sim.run import simulate
 from sim.servers.simulate import hosts_of, job_of
 
@@ -147,17 +146,6 @@ def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], 
         assert "send_wait_times = 5" in found[0]["why"]
 
 
-def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
-    """Asynchronous trainers that push and pull 4 MB every step are bound by the server's link; with K = 20 they are not."""
-    slow = {"inter": {"bandwidth": "0.8 Gbit/s", "latency": "10 us"}}
-    each, geo = (
-        simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k, **configs}})).summary.step_s["p50"]
-        for k, configs in ((0, {"send_queue_size": 1}), (20, {"send_wait_times": NEVER_IDLE}))
-    )
-    assert each > 0.12  # 4 pushes of 40 ms share the server's link
-    assert geo < 0.04
-
-
 def test_servers_have_hosts_of_their_own_or_share_the_nodes() -> None:
     """After the nodes, or server i on node i; two trainers of a node are on one host."""
     cluster = {"nodes": 2, "trainers_per_node": 2, "servers": 2}
@@ -195,15 +183,6 @@ def test_threads_without_a_core_slow_trainers_but_not_servers(cores: int, factor
     result = simulate(with_profile(made, profile))
     assert result.summary.compute_s == pytest.approx(300e-9 * factor)
     assert result.summary.skipped == ()
-
-
-def test_what_does_not_change_a_run_is_said() -> None:
-    """Links within a node, cores that declared layers do not know, variables of processes: lines of a file that were read, and left out."""
-    cluster = {"intra": {"bandwidth": "1 Mbit/s", "latency": "1 s"}, "cores_per_node": 4, "server_placement": "shared"}
-    made = experiment(cluster=cluster, run={"environment": {"OMP_WAIT_POLICY": "PASSIVE"}})
-    known = ["cluster.cores_per_node", "cluster.intra", "cluster.server_placement", "run.environment"]
-    assert [entry["what"] for entry in simulate(made).summary.skipped] == known
-    assert simulate(experiment(cluster={"trainers_per_node": 2})).summary.skipped == ()
 
 
 def test_an_update_takes_its_share_of_the_tables() -> None:
@@ -278,43 +257,6 @@ def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixtu
     assert lines[1].startswith("parameter servers (real): busy 0.0 % of the time, staleness ")
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("steps", [5, 20, 60])
-def test_throughput_is_never_above_what_links_carry(steps: int) -> None:
-    """Four trainers' 4 MB a step are 160 ms on a server's link of 0.1 bytes/ns: 800 samples/s at most, though queues hold 16 steps."""
-    slow = {"bandwidth": "800 Mbit/s", "latency": "10 us"}
-    for strategy in ({}, {"a_sync_configs": {"k_steps": 0, "independent_recv_thread": True}}):
-        summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=strategy)).summary
-        assert summary.samples_per_s < 800
-    geo_sgd = {"a_sync_configs": {"k_steps": 1000, "send_wait_times": NEVER_IDLE}}
-    summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=geo_sgd)).summary
-    assert summary.wall_s > steps * 0.030 + 0.320  # all push and pull after the last step, and never before
-
-
-@pytest.mark.parametrize(
-    ("configs", "says"), [({"k_steps": 0}, False), ({"k_steps": 0, "max_merge_var_num": 2}, True), ({"k_steps": 4}, True)]
-)
-def test_rows_of_several_steps_are_said_to_be_a_guess(configs: dict[str, int], says: bool) -> None:
-    """Sparse gradients of a profile have no law of frequency: what several steps touch together is not known from one."""
-    made, profile = profiled(
-        [([100], [200], 100, 200)],
-        {},
-        servers=1,
-        inter=link(8),
-        strategy={"mode": "ps", "a_sync": True, "a_sync_configs": configs, "fuse_all_reduce_ops": True},
-    )
-    for sparse in (False, True):
-        layers = tuple(
-            dataclasses.replace(
-                layer, gradients=tuple(dataclasses.replace(gradient, sparse=sparse, touched=10 * sparse) for gradient in layer.gradients)
-            )
-            for layer in profile.tables[0].layers
-        )
-        known = dataclasses.replace(profile, tables=(dataclasses.replace(profile.tables[0], layers=layers),))
-        found = [entry["what"] for entry in simulate(with_profile(made, known)).summary.skipped]
-        assert found == (["workload.data"] if says and sparse else [])
-
-
 def test_roles_are_recorded_when_asked() -> None:
     """Every trainer's, sender's and server's events give the operations that were executed."""
     assert simulate(experiment()).recordings == ()
@@ -324,31 +266,6 @@ def test_roles_are_recorded_when_asked() -> None:
     for role in found:
         assert len(role.log) > 20
         assert role.replayed() == [operations for _, _, operations in role.log]
-
-
-@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}])
-def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) -> None:
-    """Nobody is spared, and no other engine runs: the error names what was asked, where it would have been left out."""
-    (name,) = asked
-    with pytest.raises(ConfigError, match=name):
-        simulate(experiment(), **asked)
-
-
-def test_a_big_table_is_kept_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the bound the steps are left out and named, unless they are wanted; the summary is the same."""
-    monkeypatch.setattr("sim.run.MOST_ROWS", 87)
-    left_out, kept = simulate(experiment()), simulate(experiment(), table=True)
-    assert (len(left_out.steps), len(kept.steps)) == (0, 88)
-    assert [entry["what"] for entry in left_out.summary.skipped] == ["steps.parquet"]
-    assert left_out.summary.wall_s == kept.summary.wall_s
-
-
-@pytest.mark.slow
-def test_what_if_leaves_out_what_servers_cannot_be_asked() -> None:
-    """Without stragglers, with infinite bandwidth, with neither; and no rank is spared for nothing."""
-    cases = what_if(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
-    assert [case.name for case in cases] == ["as it is", "without stragglers", "with infinite bandwidth", "with neither"]
-    assert cases[-1].gain > 1.0
 
 
 def test_a_step_of_asynchronous_servers_is_the_slowest_trainers_and_so_are_its_parts() -> None:

@@ -69,6 +69,11 @@ class ServerRules(Config):
         """Number of waiting gradients or recorded steps at which the trainer waits."""
         return self.k_steps if self.mode == "geo_sgd" else self.queue_size
 
+    @property
+    def readers(self) -> int:
+        """Number of trainers that pull the rows which others have changed: all in GeoSGD, none in other modes."""
+        return self.trainers if self.mode == "geo_sgd" else 0
+
 
 def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
     """Return a sentence on the mode that ``k_steps = -1`` has chosen; None if the strategy names the mode itself."""
