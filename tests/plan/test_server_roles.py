@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fleetbench.plan.events import Message
 from fleetbench.plan.replay import Recording, RoleDecider
-from fleetbench.plan.servers.rules import Mode, ServerRules
+from fleetbench.plan.servers.rules import ServerRules
 from fleetbench.plan.servers.states import state_of
 from fleetbench.plan.servers.training import ServerTraining
 from plan.server_bench import Bench, Rows, dice
@@ -166,42 +166,6 @@ def test_k_is_an_upper_bound() -> None:
     assert not bench.trainers[0].has_timer
 
 
-def merging(steps: int) -> Bench:
-    """One trainer that has made two steps, whose push of both is on its way."""
-    bench = Bench(
-        ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=2, has_dense=False), zeros(0), [changes(*[{0: 1}] * steps)]
-    )
-    for _ in range(2):
-        bench.step(0)
-        bench.deliver(("trainer", 0), ("sender", 0))
-    return bench
-
-
-@given(
-    steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
-    bounds=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 2)),
-    k_steps=st.integers(0, 4),
-    seed=st.integers(0, 2**32),
-)
-def test_without_a_flush_nothing_stays_behind_either(
-    steps: list[list[Rows]], bounds: tuple[int, int, int], k_steps: int, seed: int
-) -> None:
-    """Trainers that fall silent and do not end: in any order, once timers have run out, servers have all that was handed on."""
-    merge, queue, in_flight = bounds
-    mode: Mode = "geo_sgd" if k_steps else "asynchronous"
-    rules = ServerRules(
-        mode=mode, trainers=len(steps), servers=2, k_steps=k_steps, max_merge=merge, queue_size=queue, pushes_in_flight=in_flight
-    )
-    bench = Bench(rules, zeros(DENSE, 0, 1, 2, 3, 4), [[{DENSE: Fraction(1), **step} for step in own] for own in steps])
-    bench.run(dice(seed), ends=False)
-    assert not any(trainer.steps or trainer.touched or trainer.queue or trainer.has_timer for trainer in bench.trainers)
-    if mode == "asynchronous":
-        assert bench.held[DENSE] == -sum(map(len, steps))
-    else:
-        assert bench.held == {row: sum((delta.get(row, Fraction(0)) for delta in bench.deltas), Fraction(0)) for row in bench.initial}
-        assert len(steps) > 1 or bench.held == bench.trainers[0].latest
-
-
 def test_an_independent_receiver_pulls_beside_pushes() -> None:
     """Without it a push waits for the pull before it; with it both are on their way at once."""
     for independent, under_way in ((False, ["pull"]), (True, ["pull", "gradient"])):
@@ -220,32 +184,9 @@ def test_an_independent_receiver_pulls_beside_pushes() -> None:
         assert kinds == (under_way[1:] if independent else under_way)
 
 
-def test_rows_are_read_from_every_server_when_they_are_looked_up() -> None:
-    """A look-up asks all servers, waits for all, and then reads what they hold."""
-    bench = Bench(ServerRules(mode="asynchronous", trainers=1, servers=2, has_dense=False), {0: Fraction(7), 1: Fraction(8)}, [[]])
-    bench.look_up(0)
-    state = bench.roles["trainer", 0].state
-    assert state.waits == "rows"  # type: ignore[union-attr]  # a trainer's
-    for server in (0, 1):
-        assert bench.trainers[0].read == []
-        bench.deliver(("trainer", 0), ("server", server))
-        bench.deliver(("server", server), ("trainer", 0))
-    assert bench.trainers[0].read == [{0: 7, 1: 8}]
-
-
 def tell(decider: RoleDecider, kind: str, rank: int) -> list[tuple[str, str | None, int | None]]:
     """What a server does when it hears ``kind`` from ``rank``."""
     return [(operation.kind, operation.message, operation.rank) for operation in decider.on(0, Message("sender", rank, kind, count=1))]
-
-
-def test_trainer_0_brings_the_parameters_and_the_others_wait_for_them() -> None:
-    """Whoever joins before they are there is told when they are; initial parameters that come again change nothing."""
-    server = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server")
-    assert tell(server, "join", 1) == []
-    assert tell(server, "join", 0) == [("send", "blank", 0)]
-    assert tell(server, "initial", 0) == [("install", None, None), ("send", "ready", 0), ("send", "ready", 1)]
-    assert tell(server, "initial", 0) == []
-    assert tell(server, "join", 2) == [("send", "ready", 2)]
 
 
 def test_nobody_waits_for_a_trainer_that_has_left() -> None:

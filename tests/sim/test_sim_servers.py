@@ -222,14 +222,6 @@ def test_a_full_queue_slows_the_trainer_to_the_servers_pace() -> None:
     assert wall_ns(execution) == MS + 20 * 5 * MS
 
 
-def test_asynchronous_trainers_compute_while_they_push() -> None:
-    """A push, its update and a pull take 0.9 ms, hidden behind a millisecond of thinking but for the last; gradients are one update old."""
-    made = job(1, steps=20, costs=Linear(push_ns=400_000), traffic=Traffic(servers=1, dense_bytes=250_000))
-    execution = execute(made)
-    assert wall_ns(execution) == 20 * MS + 900_000
-    assert execution.loads[0].staleness == Counter({0: 1, 1: 19})
-
-
 def test_synchronous_steps_are_as_long_as_their_parts() -> None:
     """The slowest trainer's compute, pushes and answers that share the server's link, one update: 2 + 6 + 4 + 6 ms, nothing stale."""
     traffic = Traffic(servers=1, dense_bytes=3 * MS)
@@ -279,16 +271,6 @@ def test_geo_sgd_pulls_what_others_have_changed() -> None:
     assert seen["accumulate"] == [one] * 6
     two = 160 + round(16 * 1000 * (1 - 0.999**80))  # the four steps of each of the two others, after each of two exchanges
     assert seen["send"] == [two] * 6
-
-
-def test_touched_rows_are_counted_in_the_mean() -> None:
-    """The mean number of different rows of random draws, over 400 trials, within five standard errors; all of them in the end."""
-    table = TouchedRows(rows=200, row_bytes=4, draws=30.0)
-    generator = np.random.default_rng(0)
-    for steps in (1, 5):
-        trials = [len(set(generator.choice(200, 30 * steps).tolist())) for _ in range(400)]
-        assert abs(np.mean(trials) - table.distinct(steps)) < 5 * np.std(trials) / 20
-    assert table.distinct(10**6) == pytest.approx(200)
 
 
 def test_a_layer_tables_sparse_gradients_are_touched_in_part() -> None:

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from sim_cases import link, profiled, with_profile
 
-from fleetbench.cli.tables import print_runs
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import Threads
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import PARTS, Summary, parts_of, step_s_of
+from fleetbench.result import Summary
 from sim.run import simulate
-from sim.servers.simulate import hosts_of, job_of
+from sim.servers.simulate import job_of
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -146,14 +145,6 @@ def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], 
         assert "send_wait_times = 5" in found[0]["why"]
 
 
-def test_servers_have_hosts_of_their_own_or_share_the_nodes() -> None:
-    """After the nodes, or server i on node i; two trainers of a node are on one host."""
-    cluster = {"nodes": 2, "trainers_per_node": 2, "servers": 2}
-    own = hosts_of(experiment(cluster=cluster))
-    assert (own.trainers, own.servers) == ((0, 0, 1, 1), (2, 3))
-    assert hosts_of(experiment(cluster=cluster | {"server_placement": "shared"})).servers == (0, 1)
-
-
 @pytest.mark.parametrize(("cores", "factor"), [(8, 1.0), (4, 1.6), (2, 3.2)])
 @pytest.mark.parametrize("k_steps", [0, 4])
 def test_threads_without_a_core_slow_trainers_but_not_servers(cores: int, factor: float, k_steps: int) -> None:
@@ -185,16 +176,6 @@ def test_threads_without_a_core_slow_trainers_but_not_servers(cores: int, factor
     assert result.summary.skipped == ()
 
 
-def test_an_update_takes_its_share_of_the_tables() -> None:
-    """A server's work on a push is the layer table's update, by its part of the bytes."""
-    job = job_of(experiment(cluster={"servers": 2}))
-    table = dataclasses.replace(job.table, update=1_000_000)
-    assert job.traffic.push(1) == 2_000_000
-    from sim.servers.actor import costs_of
-
-    assert costs_of(table, 4_000_000).push_ns_per_byte * job.traffic.push(1) == 500_000
-
-
 def test_a_server_handles_what_it_receives_and_sends_at_its_hosts_pace() -> None:
     """Synchronous, a host of 2 ns a byte, 4 MB of gradients: one trainer's step takes the server 8 ms for the push, and 8 for the answer.
 
@@ -210,21 +191,6 @@ def test_a_server_handles_what_it_receives_and_sends_at_its_hosts_pace() -> None
     slow = {"host_bandwidth": "500 MB/s"}
     assert step_s(1, **slow) - step_s(1) == pytest.approx(0.016, rel=1e-3)
     assert step_s(2, **slow) - step_s(2) == pytest.approx(0.024, rel=2e-3)
-
-
-def test_one_file_has_servers_and_collectives() -> None:
-    """What one of both does not use is skipped by name, and changes nothing: how collectives go, and a host's pace beside a ring."""
-    with_gloo = simulate(experiment(cluster={"collective": "gloo"})).summary
-    assert with_gloo.wall_s == simulate(experiment()).summary.wall_s
-    assert "cluster.collective" in {entry["what"] for entry in with_gloo.skipped}
-    paced = {"servers": 0, "host_bandwidth": "1 GB/s"}
-    ring, gloo = (
-        simulate(
-            experiment(cluster={**paced, "collective": one}, strategy={"mode": "collective", "a_sync": False, "a_sync_configs": {}})
-        ).summary
-        for one in ("ring", "gloo")
-    )
-    assert ["cluster.host_bandwidth" in {entry["what"] for entry in one.skipped} for one in (ring, gloo)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -247,16 +213,6 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], match: str) -
     assert caught.value.hint
 
 
-def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each run."""
-    made = experiment()
-    summary = simulate(made).summary
-    print_runs({"simulated": summary, "real": summary}, made)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parameter servers")]
-    assert lines[0].startswith("parameter servers (simulated): busy 0.0 % of the time, staleness ")
-    assert lines[1].startswith("parameter servers (real): busy 0.0 % of the time, staleness ")
-
-
 def test_roles_are_recorded_when_asked() -> None:
     """Every trainer's, sender's and server's events give the operations that were executed."""
     assert simulate(experiment()).recordings == ()
@@ -266,16 +222,6 @@ def test_roles_are_recorded_when_asked() -> None:
     for role in found:
         assert len(role.log) > 20
         assert role.replayed() == [operations for _, _, operations in role.log]
-
-
-def test_a_step_of_asynchronous_servers_is_the_slowest_trainers_and_so_are_its_parts() -> None:
-    """Trainer 1 takes twice as long, 60 ms of compute: a step is its own, from its first start to its last end, as are the parts."""
-    result = simulate(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
-    steps = result.steps[(result.steps["rank"] == 1) & (result.steps["step"] >= 1)]
-    took_s = steps["start_s"].iloc[-1] + steps[list(PARTS)].iloc[-1].sum() - steps["start_s"].iloc[0]
-    assert step_s_of(result) == pytest.approx(took_s / 20, rel=1e-9)
-    assert parts_of(result)["compute_s"] == pytest.approx(60e-3)
-    assert sum(parts_of(result).values()) == pytest.approx(step_s_of(result), rel=1e-9)
 
 
 def test_a_trainer_of_servers_reads_results_that_are_due_after_its_last_step() -> None:
