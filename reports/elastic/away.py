@@ -1,8 +1,8 @@
 """The loop of measure.py written out, with workers that are away: what departures and fresh optimizers cost DiLoCo itself.
 
-From the repository's root: ``python reports/elastic/away.py`` writes held-out losses of two seeds to ``away.csv``, K = 32, one core, two minutes:
-undisturbed; with a fresh AdamW for a random worker after 44 % of the rounds; and, too, with that worker's distances left out of
-the two rounds that follow.
+From the repository's root: ``python reports/elastic/away.py`` writes held-out losses of two seeds to ``away.csv``, K = 32, one
+core, two minutes: undisturbed; with a fresh AdamW for a random worker after 44 % of the rounds; and, too, with that worker's
+distances left out of the two rounds that follow.
 """
 
 from __future__ import annotations
