@@ -61,7 +61,8 @@ def load_shard(folder: Path, server: int, servers: int) -> tuple[Shard, int] | N
             raise ConfigError(what, str(folder), others[0].name, "start as many servers as wrote it")
         return None
     hint = "take another checkpoint: it was damaged since it was saved, or another version wrote it; or remove it to begin again"
-    with reading(path, hint, zipfile.BadZipFile, RuntimeError), np.load(path, allow_pickle=False) as file:
+    damage = (zipfile.BadZipFile, RuntimeError)
+    with reading(path, hint, *damage), path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
         head = json.loads(file[_HEAD].tobytes())
         shard = Shard(Spec.from_json(head["spec"]), server)
         for name, array in _arrays(shard).items():
