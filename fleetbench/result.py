@@ -21,6 +21,7 @@ from fleetbench.measurements import is_busy
 from fleetbench.plan.build import Plan
 from fleetbench.plan.combination import Combination
 from fleetbench.plan.replay import Recording
+from fleetbench.plan.servers.rules import early_exchanges, rules_of
 from fleetbench.profile import COMPUTE_ONLY
 from fleetbench.quantities import LARGEST
 from fleetbench.strategy import DistributedStrategy
@@ -360,9 +361,23 @@ def summary_of(experiment: Experiment, totals: Mapping[str, Any], **known: Any) 
             "num_syncs": len(rounds),
             "local_steps": {"mean": sum(rounds) / len(rounds), "min": min(rounds), "max": max(rounds)} if rounds else None,
             "final_loss": None if diverged else final_loss,
-            "skipped": (*known.get("skipped", ()), *lost),
+            "skipped": (
+                *known.get("skipped", ()),
+                *lost,
+                *_early_exchanges(experiment, figures["step_s"]),
+            ),
         }
     )
+
+
+def _early_exchanges(experiment: Experiment, step_s: Mapping[str, float]) -> list[dict[str, str]]:
+    """Return a ``skipped`` entry if trainers exchange with servers earlier than planned, else an empty list."""
+    if experiment.strategy.mode != "ps":
+        return []
+    cluster, optimizer = experiment.cluster, experiment.workload.optimizer
+    rules = rules_of(experiment.strategy, cluster.trainers, cluster.servers, optimizer=optimizer)
+    found = early_exchanges(rules, step_s["p50"])
+    return [] if found is None else [skip(*found)]
 
 
 def uncountable() -> ConfigError:

@@ -26,10 +26,15 @@ class ServerLoad:
 
 
 def load_of(servers: Sequence[ServerLoad]) -> dict[str, Any]:
-    """Return ``utilisation``, the mean share of time busy, and ``staleness_histogram``, the sum over the servers."""
+    """Return ``gradients_per_s``, ``utilisation`` (share of time busy) and ``staleness_histogram``.
+
+    The first two are means over the servers, the histogram is the sum over them.
+    """
     counts = counts_of(servers)
+    pairs = [(server, max(server.until_ns - server.since_ns, 1)) for server in servers]
     return {
-        "utilisation": sum(server.busy_ns / max(server.until_ns - server.since_ns, 1) for server in servers) / len(servers),
+        "gradients_per_s": sum(1e9 * server.staleness.total() / span_ns for server, span_ns in pairs) / len(servers),
+        "utilisation": sum(server.busy_ns / span_ns for server, span_ns in pairs) / len(servers),
         "staleness_histogram": {str(missed): counts[missed] for missed in sorted(counts)},
     }
 

@@ -50,9 +50,9 @@ from real.processes.roles import TUNING, role_of
 from real.training_log import TrainingLog
 
 if TYPE_CHECKING:
+    from fleetbench.staleness import ServerLoad
     from real.checkpoints.saving import Loaded
     from real.servers.served import Served
-    from real.servers.server_options import ServerReport
 
 
 class Fleet:
@@ -125,14 +125,12 @@ class Fleet:
         """
         return self._with_servers("fleet.init_server").init_server(None if path is None else Path(path))
 
-    def run_server(self, *, save_to: str | Path | None = None, save_every_s: float | None = None) -> ServerReport:
-        """On a server: serve until all trainers have ended.
+    def run_server(self) -> ServerLoad:
+        """On a server: serve until all trainers have ended, and return its load.
 
-        With ``save_to``, it writes its part of the parameters there at the end, and every ``save_every_s``
-        seconds. Raises ``WorkerFailed``, which names the trainer, if a trainer fails without which the job
-        cannot continue.
+        Raises ``WorkerFailed``, which names the trainer, if a trainer fails.
         """
-        return self._with_servers("fleet.run_server").run_server(None if save_to is None else Path(save_to), save_every_s)
+        return self._with_servers("fleet.run_server").run_server()
 
     def init_worker(self) -> None:
         """On a trainer: join the servers.

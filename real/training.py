@@ -35,7 +35,7 @@ from real.engine.engine import Engine
 from real.layer_times import ProfileLeg
 from real.leg import Leg
 from real.leg_steps import Beat, LegEngine, Trained, begin_leg
-from real.servers.links import TrainerOptions
+from real.servers.links import Options
 from real.servers.served_training import ServedTraining
 from real.sharding.engine import ShardedEngine
 from real.training_log import TrainingLog
@@ -142,8 +142,8 @@ class Training(Trained):
         """Return the engine of ``strategy`` with the optimizer attached; with servers, it has joined them."""
         run, first_step = self._experiment.run, 1 - leg.warmup_steps
         if strategy.mode == "ps":
-            options = TrainerOptions(
-                rank=self.communicators.rank,
+            options = Options(
+                number=self.communicators.rank,
                 trainers=self.communicators.trainers,
                 endpoints=leg.endpoints,
                 timeout_s=run.timeout * 1e-9,

@@ -281,16 +281,12 @@ def _rows_of(rows: torch.Tensor, servers: int, server: int) -> tuple[Array, torc
     return (rows.index_select(0, where) // servers).to(torch.int32).numpy(), where
 
 
-_PIECE = 1 << 18
-"""Number of elements merged at a time while training waits, which takes a tenth of a millisecond."""
-
-
 class GeoCopy:
     """A trainer's copy in GeoSGD: its model (``latest``), the servers' last state (``old``), and touched rows.
 
     ``latest`` changes all the time. If a row is read during an update, the delta contains a part of the
-    update; the rest remains in latest - old, and is sent later. Only ``latest +=`` must not coincide with an
-    update: both hold ``guard``, which a merge takes for one piece at a time.
+    update; the rest remains in latest - old, and is sent later. Only a merge must not coincide with an update:
+    both hold ``guard``.
     """
 
     def __init__(self, flat: torch.Tensor, tables: Sequence[torch.Tensor], shards: Shards) -> None:
@@ -301,7 +297,6 @@ class GeoCopy:
         self._old_dense = flat.clone()
         self._old = [table.clone() for table in tables]
         self._touched = [table.new_zeros(len(table), dtype=torch.bool) for table in tables]
-        self._spare = [torch.zeros_like(flags) for flags in self._touched]
 
     def mark(self, rows: Sequence[torch.Tensor | None]) -> None:
         """Mark the rows of each table that the step has touched."""
@@ -316,11 +311,11 @@ class GeoCopy:
         Adds delta to ``old``.
         """
         with self.guard:
-            self._touched, self._spare = self._spare, self._touched
+            touched = [flags.nonzero()[:, 0] for flags in self._touched]
+            for flags in self._touched:
+                flags.zero_()
         tables = []
-        for table, old, flags in zip(self._tables, self._old, self._spare, strict=True):
-            rows = flags.nonzero()[:, 0]
-            flags.zero_()
+        for table, old, rows in zip(self._tables, self._old, touched, strict=True):
             before = old.index_select(0, rows)
             delta = table.index_select(0, rows).sub_(before).div_(divisor)
             old.index_copy_(0, rows, before.add_(delta))
@@ -344,19 +339,10 @@ class GeoCopy:
     def merge(self, server: int, dense: torch.Tensor, tables: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Merge a pull from one server, with its row numbers: latest += server - old; old = server."""
         part = self._shards.dense_part(server)
-        flat, old_dense = self._flat[part], self._old_dense[part]
-        for latest, before, now in zip(flat.split(_PIECE), old_dense.split(_PIECE), dense.split(_PIECE), strict=True):
-            change = now - before
-            with self.guard:
-                latest.add_(change)
-            before.copy_(now)
-        for table, old, (rows, values) in zip(self._tables, self._old, tables, strict=True):
-            per_piece = max(1, _PIECE // table.shape[1])
-            ours = rows.to(torch.int64) * self._shards.servers + server
-            for own, held_rows in zip(ours.split(per_piece), values.split(per_piece), strict=True):
-                if not len(own):
-                    continue
-                change = held_rows - old.index_select(0, own)
-                with self.guard:
-                    table.index_add_(0, own, change)
-                old.index_copy_(0, own, held_rows)
+        with self.guard:
+            self._flat[part].add_(dense - self._old_dense[part])
+            self._old_dense[part] = dense
+            for table, old, (rows, values) in zip(self._tables, self._old, tables, strict=True):
+                own = rows.to(torch.int64) * self._shards.servers + server
+                table.index_add_(0, own, values - old.index_select(0, own))
+                old.index_copy_(0, own, values)

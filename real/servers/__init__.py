@@ -5,8 +5,8 @@ Start: ``real.job.served_launcher`` starts a user's script in every role; ``real
 
 Push: ``served_training`` hands the gradients of ``optimizer.step()`` to the thread of ``sender``. The thread sums
 them, as ``fleetbench.plan.servers`` decides, cuts the sum into the servers' parts (``parameters``), and sends each
-part over ``links``. ``server`` reads it (``wire``, ``parameters``), applies it and acknowledges it. In GeoSGD a
-push is a delta.
+part over ``links``. ``server`` reads it (``parameters``), applies it and acknowledges it. In GeoSGD a push is a
+delta.
 
 Pull: the sender asks every server, and installs the dense parameters of the answers. The trainer's own thread has
 separate connections: it looks up rows of embeddings before a forward, and asks for barriers and checkpoints.

@@ -48,11 +48,6 @@ class Placement:
         """Whether processes of the job run on other machines, too."""
         return not self.own.issuperset(self.hosts)
 
-    @property
-    def own_name(self) -> str:
-        """Name or address by which the other hosts know this machine."""
-        return next(host for host in self.hosts if host in self.own)
-
     def located(self, name: str) -> str:
         """Return ``name``, such as ``rank 1`` or ``server 0``, with its host if the job runs on several machines."""
         hosts = {f"server {number}": host_of(endpoint) for number, endpoint in enumerate(self.endpoints)}
@@ -68,7 +63,7 @@ def host_of(endpoint: str) -> str:
 def place(servers: str, workers: str) -> Placement:
     """Return the placement that ``--servers`` and ``--workers`` define by two counts or two lists.
 
-    Raises ``ConfigError`` for a text that is neither, for an address that is listed twice, for a loopback address
+    Raises ``ConfigError`` for a text that is neither, for a loopback address
     among several hosts, and for lists without this machine.
     """
     given = {"--servers": servers, "--workers": workers}
@@ -126,9 +121,6 @@ def _parts(text: str, option: str, form: str, most: int) -> list[tuple[str, int]
             hint = f"two counts, --servers 2 --workers 4, or two lists of names or IPv4 addresses, {_EXAMPLE}; at most {_MOST} a host"
             raise ConfigError(f"is no {form}", option, repr(part), hint)
         host = matched[1]
-        if (host, number) in found or (form == "host:count" and host in dict(found)):
-            hint = "servers of one host need a port each, 10.0.0.1:7164,10.0.0.1:7165; a host of trainers stands there once, 10.0.0.3:4"
-            raise ConfigError("is listed twice", option, part, hint)
         found.append((host, number))
     return found
 

@@ -19,8 +19,8 @@ from fleetbench.errors import FleetbenchError, WorkerFailed
 from fleetbench.staleness import ServerLoad
 from real.processes.diagnosis import how_it_ended
 from real.processes.started import Started, end, start
+from real.servers.links import Options
 from real.servers.server import ParameterServer
-from real.servers.server_options import ServerOptions
 
 _SPEC = "servers.json"
 _GRACE_S = 10.0
@@ -45,7 +45,7 @@ class LegServers:
         environment: Mapping[str, str],
         **options: object,
     ) -> None:
-        """``options``: other fields of ``ServerOptions``, equal for all servers."""
+        """``options``: other fields of ``Options``, equal for all servers."""
         self._environment = {**os.environ, **environment}
         folder.mkdir(parents=True)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -90,24 +90,24 @@ class LegServers:
 def loads_of(reports: Sequence[Mapping[str, Any]]) -> list[ServerLoad]:
     """Return each server's load during counted steps, from the servers' reports."""
     counts = [Counter({int(missed): int(num) for missed, num in one["staleness"]}) for one in reports]
-    return [ServerLoad(span_s=one["served_s"], busy_s=one["busy_s"], staleness=count) for one, count in zip(reports, counts, strict=True)]
+    return [
+        ServerLoad(until_ns=one["span_ns"], busy_ns=one["busy_ns"], staleness=count) for one, count in zip(reports, counts, strict=True)
+    ]
 
 
 def main(folder: Path, number: int) -> int:
     """Serve until all trainers have left, and return the exit code."""
     spec = json.loads((folder / _SPEC).read_text(encoding="utf-8"))
-    endpoints = spec.pop("endpoints")
-    own = {"server": number, "servers": len(endpoints), "endpoint": endpoints[number]}
-    server = ParameterServer(ServerOptions(**own, **spec))
+    server = ParameterServer(Options(**spec | {"number": number, "endpoints": tuple(spec["endpoints"])}))
     try:
         server.bind()
-        report = server.run()
+        load = server.run()
     except FleetbenchError as error:
         print(error, file=sys.stderr)  # noqa: T201  # the server's log
         return error.exit_code
     finally:
         server.close()
-    told = {"busy_s": report.busy_s, "served_s": report.served_s, "staleness": sorted(report.staleness.items())}
+    told = {"busy_ns": load.busy_ns, "span_ns": load.until_ns - load.since_ns, "staleness": sorted(load.staleness.items())}
     roles = [server.role.recording().to_dict()] if server.options.record and server.role is not None else []
     write_whole(folder / f"server{number}.json", json.dumps({**told, "roles": roles}))
     return 0

@@ -11,7 +11,6 @@ rows, and lets other threads run meanwhile.
 import dataclasses
 import json
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,12 +21,11 @@ from torch import nn
 
 from fleetbench.config import Config, decode
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import ServerRules, Shards, Table
+from fleetbench.plan.servers.rules import ServerRules, Shards
 from fleetbench.workloads.server_updates import DTYPES, OPTIONS, ROW, Array, Change, Layout, ParameterShard, Told, part_of, views_of
 from fleetbench.workloads.training import sparse_weights
 from real.engine.sparse import refuse_unknown_sparse
-from real.servers.links import Answer, Links
-from real.servers.wire import Head, numbers
+from real.servers.links import Answer, Head, Links, numbers
 
 VERSION = np.dtype(np.int64)
 
@@ -37,21 +35,13 @@ class Spec(Config):
     """Description of a job's model, optimizer and rules, equal on all trainers: all that a server knows of a script."""
 
     rules: ServerRules
-    dense: int
-    """Number of elements in the dense parameters together."""
-    tables: tuple[Table, ...]
+    shards: Shards
+    """Part of the parameters that each server holds."""
+    dense: tuple[str, ...]
+    """Name and number of elements of each dense parameter, as ``bias 5``, in the model's order."""
     dtype: str
     optimizer: str
     options: dict[str, float]
-    names: tuple[str, ...] = ()
-    """Names of the dense parameters in the model's order, for readers of a checkpoint."""
-    sizes: tuple[int, ...] = ()
-    """Number of elements of each dense parameter, in the same order."""
-
-    @property
-    def shards(self) -> Shards:
-        """Part of the parameters that each server holds."""
-        return Shards(servers=self.rules.servers, dense=self.dense, tables=self.tables)
 
     def to_json(self) -> bytes:
         """Return the description as JSON, for messages and checkpoints."""
@@ -63,22 +53,14 @@ class Spec(Config):
         return decode(json.loads(text if isinstance(text, str) else bytes(text)), cls, "")
 
 
-def described(spec: Spec, *, model_only: bool = False) -> dict[str, object]:
-    """Return the values, by name, in which all trainers and servers of a job must agree.
+def differences(held: Spec, told: Spec, *, model_only: bool = False) -> str:
+    """Return in what a trainer's description differs from a server's, as a message; empty if it does not.
 
     ``model_only``: leave out the rules and the optimizer's options, which may change from job to job.
     """
-    told = dataclasses.asdict(spec)
-    rules, options = told.pop("rules"), told.pop("options")
-    return told if model_only else {**told, **rules, **options}
-
-
-def differences(held: Mapping[str, object], told: Mapping[str, object]) -> str:
-    """Return in which values a trainer differs from a server, as a message; empty if it does not."""
+    names = ["shards", "dense", "dtype", "optimizer"] if model_only else [field.name for field in dataclasses.fields(held)]
     found = [
-        f"{name} ({reprlib.repr(value)} on the server, {reprlib.repr(told.get(name))} on the trainer)"
-        for name, value in held.items()
-        if value != told.get(name)
+        f"{name} ({a} on the server, {b} on the trainer)" for name in names if (a := getattr(held, name)) != (b := getattr(told, name))
     ]
     return f"it differs in {'; '.join(found)}" if found else ""
 
@@ -88,7 +70,7 @@ class Shard(ParameterShard):
 
     def __init__(self, spec: Spec, server: int) -> None:
         self.spec = spec
-        super().__init__(spec.shards, server, DTYPES[spec.dtype], (spec.optimizer, spec.options), _readers(spec))
+        super().__init__(spec.shards, server, DTYPES[spec.dtype], (spec.optimizer, spec.options), spec.rules.readers)
 
     def adopt(self, spec: Spec) -> None:
         """Continue from a checkpoint with the rules and options of ``spec``, which has the same model and optimizer.
@@ -96,7 +78,7 @@ class Shard(ParameterShard):
         No row is marked as changed, because every trainer takes all parameters when it joins.
         """
         self.spec, self.optimizer.options = spec, spec.options
-        self._changed = self._flags(_readers(spec))
+        self._changed = self._flags(spec.rules.readers)
 
     def read_push(self, head: Head, tensors: Sequence[memoryview]) -> Change:
         """Return the push in a message: versions, dense numbers, and rows and values of each table."""
@@ -106,10 +88,6 @@ class Shard(ParameterShard):
             rows = read_tensor(rows_body, ROW, (-1,))
             tables.append((rows, read_tensor(body, table.dtype, (len(rows), table.shape[1]))))
         return Change(dense if len(dense) else None, tables, head.rate, numbers(tensors[0], VERSION, (-1,)))
-
-
-def _readers(spec: Spec) -> int:
-    return spec.rules.trainers if spec.rules.mode == "geo_sgd" else 0
 
 
 def read_tensor(body: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
@@ -156,19 +134,11 @@ class Parameters(Layout):
         """Size of all parameters in bytes."""
         return sum(value.nbytes for value in (self.flat, *self.tables))
 
-    def spec(self, rules: ServerRules, optimizer: str, options: dict[str, float]) -> Spec:
+    def spec(self, rules: ServerRules, told: Told) -> Spec:
         """Return the description of model, optimizer and rules for the servers."""
-        shards = self.shards(rules.servers)
-        return Spec(
-            rules=rules,
-            dense=shards.dense,
-            tables=shards.tables,
-            dtype=str(self.flat.dtype).removeprefix("torch."),
-            optimizer=optimizer,
-            options=options,
-            names=tuple(self.dense),
-            sizes=tuple(parameter.numel() for parameter in self.dense.values()),
-        )
+        dense = tuple(f"{name} {value.numel()}" for name, value in self.dense.items())
+        dtype = str(self.flat.dtype).removeprefix("torch.")
+        return Spec(rules=rules, shards=self.shards(rules.servers), dense=dense, dtype=dtype, optimizer=told[0], options=told[1])
 
     def refuse_moved(self) -> None:
         """Raise ``ConfigError`` if a parameter or its storage has been replaced: it would not be trained."""

@@ -143,7 +143,7 @@ class Sender(threading.Thread):
         if answer.kind == "parameters":
             self._pulled.append(answer)
         if answer.kind in ("applied", "parameters"):
-            self._decide(Message("server", answer.server, answer.kind, count=answer.count, version=answer.version))
+            self._decide(Message("server", answer.server, answer.kind, count=answer.num, version=answer.version))
 
     def _decide(self, event: Message | TimerFired) -> None:
         for operation in self.role.on(time.monotonic_ns(), event):
@@ -167,7 +167,7 @@ class Sender(threading.Thread):
             return
         for server in range(self.rules.servers):
             tensors = shard_change(self._staged, self._shards, server) if operation.payload is not None else ()
-            self._links.ask(server, operation.message, tensors, rate=self._staged.rate, count=operation.count)
+            self._links.ask(server, operation.message, tensors, rate=self._staged.rate, num=operation.count)
 
     def _install(self, operation: Operation) -> None:
         pulled, self._pulled = self._pulled, []

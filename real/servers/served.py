@@ -1,10 +1,9 @@
 """Served: the implementation of ``fleet`` in a job with parameter servers, on servers and on trainers."""
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,14 +11,14 @@ import torch
 
 from fleetbench.errors import ConfigError, WorkerFailed
 from fleetbench.plan.servers.rules import refuse_unserved
+from fleetbench.staleness import ServerLoad
 from fleetbench.strategy import DistributedStrategy
 from real.engine.refusals import refuse_untrainable
 from real.processes.diagnosis import note_failure
 from real.processes.roles import STARTUP, Role, launcher_of
-from real.servers.links import TrainerOptions
+from real.servers.links import Options
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
-from real.servers.server_options import ServerOptions, ServerReport
 
 _SILENCE = 4.0
 """Ratio of a collective's timeout to the time after which a silent process counts as failed."""
@@ -40,12 +39,14 @@ class Served:
         self.trainers, self.endpoints = role.trainers, role.endpoints
         self.training: ServedTraining | None = None
         self._strategy = strategy
-        self._timeout_s = timeout_s
-        self._common: dict[str, Any] = {
-            "trainers": role.trainers,
-            "timeout_s": timeout_s / _SILENCE,
-            "startup_timeout_s": startup_timeout_of(os.environ),
-        }
+        self._options = Options(
+            number=role.rank,
+            endpoints=role.servers,
+            trainers=role.trainers,
+            timeout_s=timeout_s / _SILENCE,
+            startup_timeout_s=startup_timeout_of(os.environ),
+            round_timeout_s=timeout_s,
+        )
         self._server: ParameterServer | None = None
 
     @property
@@ -59,32 +60,26 @@ class Served:
         Return whether there was a checkpoint.
         """
         self.require("server", "fleet.init_server")
-        if self._server is not None:
-            raise ConfigError("this server has been initialised already", "fleet.init_server", hint="call it once")
-        number, all_servers = self.role.rank, self.role.servers
-        own = {"server": number, "servers": len(all_servers), "endpoint": all_servers[number], "round_timeout_s": self._timeout_s}
         with ExitStack() as made:
-            server = made.enter_context(closing(ParameterServer(ServerOptions(**self._common | own))))
+            server = made.enter_context(closing(ParameterServer(self._options)))
             restored = path is not None and server.restore(path)
             server.bind()
             made.pop_all()
         self._server = server
         return restored
 
-    def run_server(self, save_to: Path | None, save_every_s: float | None) -> ServerReport:
+    def run_server(self) -> ServerLoad:
         """Serve until all trainers have left.
 
         Raises ``WorkerFailed`` naming the trainer without which the job cannot continue.
         """
         self.require("server", "fleet.run_server")
         if self._server is None:
-            raise ConfigError("this server has no address yet", "fleet.run_server", hint="call fleet.init_server first")
-        if save_every_s is not None and (save_to is None or save_every_s <= 0):
-            hint = 'run_server(save_to="checkpoint", save_every_s=60) writes one a minute'
-            raise ConfigError("needs a folder, and a time above zero", "fleet.run_server(save_every_s=...)", repr(save_every_s), hint)
+            self.init_server(None)
+        assert self._server is not None
         with closing(self._server) as server:
             self._server = None
-            return server.run(save_to, save_every_s)
+            return server.run()
 
     def distributed_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Prepare the model for training; on a server, do nothing."""
@@ -93,9 +88,7 @@ class Served:
         if self.training is not None:
             raise ConfigError("this process trains a model already", "fleet.distributed_model", hint="one model a process")
         refuse_untrainable(model)
-        role = self.role
-        options = TrainerOptions(rank=role.rank, endpoints=role.servers, **self._common)
-        self.training = ServedTraining(model, self._strategy, options)
+        self.training = ServedTraining(model, self._strategy, self._options)
         return model
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -197,17 +190,10 @@ class Served:
         return self.training
 
     def leave(self) -> None:
-        """Leave the job when this process exits.
-
-        In the asynchronous modes, a trainer whose script forgot ``stop_worker`` still leaves in order, unless it ends
-        by an error. In synchronous training it may have ended by ``sys.exit`` between two steps, so the job fails. The
-        job also fails if a trainer exits before ``init_worker``.
-        """
+        """End the job when this process exits, unless it has left in order: it failed, or did not call ``stop_worker``."""
         if self._server is not None:
             self._server.close()
         training, failure = self.training, getattr(sys, "last_value", None)
-        if training is not None and training.has_joined and self._strategy.a_sync and failure is None:
-            training.finish()
         if failure is None and not self.is_server and (training is None or not training.has_ended):
             failure = WorkerFailed("ends without fleet.stop_worker(), and the job with it", f"rank {self.role.rank}")
             print(failure, file=sys.stderr)  # noqa: T201  # the worker's log
@@ -224,15 +210,12 @@ class Served:
 
 
 def startup_timeout_of(environment: Mapping[str, str]) -> float:
-    """Return the seconds that the variable ``STARTUP`` sets; 300 without it.
-
-    Raises ``ConfigError`` if it is not a positive, finite number.
-    """
+    """Return the seconds that the variable ``STARTUP`` sets; 300 without it. Raises ``ConfigError`` if it is no number."""
     text = environment.get(STARTUP, "300")
-    with suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it") from None
 
 
 def _refuse(where: str, hint: str) -> NoReturn:

@@ -38,13 +38,9 @@ from real.compute.living import living_hook
 from real.engine.optimizers import hide, scale_rates
 from real.engine.refusals import given_of, refuse_arguments, refuse_max_norm
 from real.engine.stopwatch import Stopwatch
-from real.servers.links import BEAT_S, Answer, Links, TrainerOptions
+from real.servers.links import BEAT_S, Answer, Links, Options, text_of
 from real.servers.parameters import VERSION, Parameters, Spec, fixed_options, join, options_of, rate_of, read_values, refuse_changes
 from real.servers.sender import Sender
-from real.servers.wire import text_of
-
-_PIECE_BYTES = 8 << 20
-"""Largest size in bytes of the rows in one message when a whole table is pulled."""
 
 
 class ServedTraining:
@@ -54,7 +50,7 @@ class ServedTraining:
     trainer that failed.
     """
 
-    def __init__(self, model: nn.Module, strategy: DistributedStrategy, options: TrainerOptions) -> None:
+    def __init__(self, model: nn.Module, strategy: DistributedStrategy, options: Options) -> None:
         self.model = model
         self.parameters = Parameters(model)
         self.on_step: Callable[[int], None] | None = None
@@ -62,7 +58,7 @@ class ServedTraining:
         self.on_compute_end: Callable[[], None] | None = None
         """Called when the backward has ended, before its gradients are handed to the sender."""
         self.step = options.first_step - 1
-        self.stopwatch = Stopwatch(options.rank, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
+        self.stopwatch = Stopwatch(options.number, options.keep_times, fetch_every=strategy.fetch_every_n_steps)
         self._strategy = strategy
         self._options = options
         self._optimizer: torch.optim.Optimizer  # from ``attach_optimizer`` on
@@ -80,8 +76,6 @@ class ServedTraining:
         self._is_for_step = False
         self._read: dict[int, int] = {}
         """Number of updates in the oldest parameters from each server that this step computes with, by server."""
-        self._fresh: list[torch.Tensor | None] = []
-        """Rows that this step has pulled, by table; ``None`` if it has pulled none."""
         self._rest: list[Operation] = []
         """Operations that follow the update of a step in GeoSGD."""
         self._touched: list[torch.Tensor | None] = []
@@ -121,7 +115,7 @@ class ServedTraining:
             hint = "leave max_norm out, or train with GeoSGD (a_sync_configs.k_steps above 0), where trainers make the updates"
             refuse_max_norm(self.model, "as servers do not", hint)
         self._optimizer, self._fixed = optimizer, fixed_options(optimizer)
-        self._spec = self.parameters.spec(rules, name, options)
+        self._spec = self.parameters.spec(rules, (name, options))
         self._handles = [self.model.register_forward_pre_hook(living_hook(self._before_forward))]
 
     def begin(self) -> None:
@@ -138,11 +132,11 @@ class ServedTraining:
             self._begin(self._spec, opened)
             self._open = opened.pop_all()
         self._told_bytes = self.bytes_sent  # bytes of the joining belong to no step
-        if self._options.rank == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
+        if self._options.number == 0 and (chosen := choice(self._strategy, self.rules)) is not None:
             print(f"trainer 0: {chosen}", file=sys.stderr, flush=True)  # noqa: T201  # the trainer's log
 
     def _begin(self, spec: Spec, opened: ExitStack) -> None:
-        rank, record, is_geo = self._options.rank, self._options.record, self.rules.mode == "geo_sgd"
+        rank, record, is_geo = self._options.number, self._options.record, self.rules.mode == "geo_sgd"
         opened.callback(apply_device_settings(self._strategy, torch.device("cpu")))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         opened.callback(context.term)
@@ -152,9 +146,7 @@ class ServedTraining:
         self._geo = GeoCopy(self.parameters.flat, self.parameters.tables, spec.shards) if is_geo else None
         self._role = RoleDecider.start(ServerTraining(self.rules), rank, record=record)
         if self._strategy.a_sync_configs.launch_barrier:
-            for server in range(self.rules.servers):
-                links.ask(server, "barrier")
-            links.settle()
+            links.ask_all("barrier")
         sender = Sender(links, spec, self.parameters, self._geo, rank=rank, record=record)
         self._sender = opened.enter_context(closing(sender))
         sender.versions = versions
@@ -175,7 +167,7 @@ class ServedTraining:
             self.finish()
 
     def fetch(self) -> None:
-        """Put all rows into the model as the servers hold them, piece by piece; call it after ``flush``.
+        """Put all rows into the model as the servers hold them; call it after ``flush``.
 
         Training continues from them. In GeoSGD, the flush has pulled them into a copy, which replaces the model's
         parameters: changes that this trainer has not pushed are lost.
@@ -185,9 +177,7 @@ class ServedTraining:
             self._geo.give_up()
             return
         for number, table in enumerate(self.parameters.tables):
-            piece = max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))
-            for rows in torch.arange(len(table), device="cpu").split(piece):
-                self._look_up(number, rows)
+            self._look_up(number, torch.arange(len(table), device="cpu"))
 
     def take_all(self) -> None:
         """Give all trainers equal parameters, those of the servers, in every mode.
@@ -215,13 +205,8 @@ class ServedTraining:
 
     def _ask(self, kind: str, *tensors: bytes) -> list[Answer]:
         """Send a request to all servers, and return their answers."""
-        sender, answers = self._settled(), list[Answer]()
-        for server in range(self.rules.servers):
-            self._links.ask(server, kind, tensors)
-        while not self._links.is_idle:
-            sender.raise_failure()
-            answers += self._links.poll(BEAT_S)
-        return answers
+        self._settled()
+        return self._links.ask_all(kind, *tensors)
 
     # Methods that a leg of an experiment needs; ``real.engine.engine.Engine`` has them, too
 
@@ -261,11 +246,6 @@ class ServedTraining:
             self._tell(DataEnd())
         finally:
             self.close()
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether this trainer has joined its servers and has not left them yet."""
-        return self._sender is not None and not self.has_ended
 
     def close(self) -> None:
         """Release hooks, threads and sockets, in any state."""
@@ -308,7 +288,6 @@ class ServedTraining:
         if self.parameters.dense:
             for server, version in enumerate(self._joined().versions):
                 self._note_read(server, version)
-        self._fresh = self._fresh or [None] * len(self.parameters.tables)
         if self._options.keep_times and self.step == 1:
             self._ask("counts")
         self.stopwatch.begin_step(self.step)
@@ -342,7 +321,7 @@ class ServedTraining:
 
     def _after_step(self, _optimizer: torch.optim.Optimizer, _arguments: tuple[Any, ...], _named: dict[str, Any]) -> None:
         self._update.close()
-        self._fresh, self._read = [], {}
+        self._read = {}
         self.stopwatch.update_ends()
         if self.rules.mode == "synchronous":
             self.stopwatch.closes_round(1)
@@ -360,20 +339,10 @@ class ServedTraining:
 
     @torch.no_grad()
     def _look_up(self, number: int, rows: torch.Tensor, *, is_for_step: bool = False) -> None:
-        """Pull the rows of a table that this step has not pulled yet.
-
-        ``is_for_step``: whether gradients will be computed from them.
-        """
+        """Pull rows of a table. ``is_for_step``: whether gradients will be computed from them."""
         wanted = torch.unique(rows)
-        if len(wanted) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < len(self.parameters.tables[number]):
-            return  # the module's own forward raises torch's error
-        fresh = self._fresh[number] if self._fresh else None
-        if fresh is not None:
-            wanted = wanted[torch.isin(wanted, fresh, invert=True)]
-        if not len(wanted):
-            return
-        if self._fresh:
-            self._fresh[number] = wanted if fresh is None else torch.cat([fresh, wanted])
+        if not len(wanted) or not 0 <= int(wanted[0]) <= int(wanted[-1]) < len(self.parameters.tables[number]):
+            return  # for a row that is missing, the module's own forward raises torch's error
         self._table, self._is_for_step = number, is_for_step
         self._asked = [shard_rows(wanted, self.rules.servers, server) for server in range(self.rules.servers)]
         with self.stopwatch.waits():

@@ -1,9 +1,8 @@
 """Server: event loop of one server. It reads messages, passes them to the server's role, and executes its decisions.
 
 Life cycle: ``bind``; ``run``, which returns when all trainers have left; ``close``. Requests of a connection are
-handled in order, each once. A message of another version is logged and ignored. Any other exception is a bug in the
-server or a trainer, and ends the server. The server also ends if a trainer's connection breaks before the trainer
-has left, or if a synchronous trainer keeps the others waiting for too long; it then names that trainer to all.
+handled in order, each once. The server ends if a trainer's connection breaks before the trainer has left, or if a
+synchronous trainer keeps the others waiting for too long; it then names that trainer to all.
 """
 
 import sys
@@ -20,19 +19,15 @@ from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.states import ServerState
 from fleetbench.plan.servers.training import ServerTraining
+from fleetbench.staleness import ServerLoad
 from fleetbench.workloads.server_updates import ROW, Change
 from real.servers.checkpoints import load_shard, write_shard
 from real.servers.hosts import resolve
-from real.servers.links import broken, keep_alive
-from real.servers.parameters import Shard, Spec, described, differences
-from real.servers.server_options import ServerOptions, ServerReport
-from real.servers.wire import Head, Tensor, WireError, decode, encode, numbers, text_of
+from real.servers.links import BEAT_S, Head, Options, Tensor, broken, decode, encode, failure_told, keep_alive, numbers, text_of
+from real.servers.parameters import Shard, Spec, differences
 
-_LOOK_S = 0.5
-"""Seconds between two searches for trainers that are gone or late."""
 _ANSWERS = {"look_up": "rows", "pull": "parameters", "barrier": "barrier"}
 """Kinds of the requests that the role answers, and kinds of their answers."""
-_HINT = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +38,8 @@ class Request:
     """Identity of the trainer's connection."""
     head: Head
     tensors: Sequence[memoryview]
+    came_s: float
+    """Time in s, on the monotonic clock, at which it was read."""
 
 
 class ParameterServer:
@@ -51,9 +48,11 @@ class ParameterServer:
     Raises ``EnvironmentLacks`` for an address that is taken, and ``WorkerFailed`` if a lost trainer ends the job.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
-        self.report = ServerReport()
+        self.load = ServerLoad(since_ns=time.monotonic_ns())
+        """Work since the first step of the first trainer whose steps count or, without one, since the beginning."""
+        self._counts = False
         self.shard: Shard | None = None
         self.role: RoleDecider | None = None
         self.failure: WorkerFailed | None = None
@@ -66,10 +65,8 @@ class ParameterServer:
         self._has_ended = False
         self._began_at = self._looked_at = time.monotonic()
         self._gone: list[int] = []  # ranks whose connections have broken, in the order in which that was noticed
-        self._longest: tuple[Request | None, float] = (None, 0.0)  # the request that has waited longest for another trainer, and since when
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # a trainer has few requests without an answer
         self._socket.linger = 1_000
         self._socket.router_mandatory = True
         keep_alive(self._socket, options.timeout_s)
@@ -81,7 +78,7 @@ class ParameterServer:
 
         Raises ``ConfigError`` for a checkpoint that cannot be used.
         """
-        saved = load_shard(folder, self.options.server, self.options.servers)
+        saved = load_shard(folder, self.options.number, len(self.options.endpoints))
         if saved is None:
             return False
         self.shard, version = saved
@@ -94,40 +91,33 @@ class ParameterServer:
 
         Raises ``ConfigError`` if it is not valid, ``EnvironmentLacks`` if it cannot be taken.
         """
-        address = resolve(self.options.endpoint)
+        endpoint = self.options.endpoints[self.options.number]
+        address = resolve(endpoint)
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             what = f"the server's address cannot be taken: {error}"
             hint = "an address of this machine, and a port on which no other job's server listens"
-            raise EnvironmentLacks(what, "server", self.options.endpoint, hint) from error
+            raise EnvironmentLacks(what, "server", endpoint, hint) from error
 
-    def run(self, save_to: Path | None = None, save_every_s: float | None = None) -> ServerReport:
-        """Serve until all trainers have left, and return the report.
+    def run(self) -> ServerLoad:
+        """Serve until all trainers have left, and return the server's load.
 
-        ``save_to``: folder for a checkpoint every ``save_every_s`` seconds and one at the end. Raises ``WorkerFailed``
-        naming the trainer without which the job cannot continue, and ``EnvironmentLacks`` if the last checkpoint
-        cannot be written.
+        Raises ``WorkerFailed`` naming the process because of which the job ends.
         """
-        saved_at = time.monotonic()
         while not self._has_ended:
-            if self._poller.poll(int(1000 * _LOOK_S)):
-                begin = time.monotonic()
+            if self._poller.poll(int(1000 * BEAT_S)):
+                begin_ns = time.monotonic_ns()
                 self._receive()
-                self.report.worked(begin)
-            if time.monotonic() - self._looked_at > _LOOK_S:
+                now_ns = time.monotonic_ns()
+                self.load.worked(now_ns - begin_ns, now_ns)
+            if time.monotonic() - self._looked_at > BEAT_S:
                 self._looked_at = time.monotonic()
                 self._look()
-            if save_to is not None and save_every_s is not None and time.monotonic() >= saved_at + save_every_s:
-                saved_at = time.monotonic()
-                self._save(save_to)
-        self._say(str(self.report))
+        self._say(f"ended after {self._state.version} updates")
         if self.failure is not None:
             raise self.failure
-        if save_to is not None and (error := self._save(save_to)):
-            hint = "what was trained last is lost; begin again from the checkpoint before, once there is room and the right to write"
-            raise EnvironmentLacks(f"{save_to} does not hold the last checkpoint: {error}", f"server {self.options.server}", hint=hint)
-        return self.report
+        return self.load
 
     def close(self) -> None:
         """Release the address; unsent messages have one more second to go out."""
@@ -144,7 +134,7 @@ class ParameterServer:
                 return
             try:
                 head, tensors = decode(frames)
-            except WireError as error:
+            except ValueError as error:
                 self._say(f"a message was ignored: {error}")
             else:
                 self._hear(identity.bytes, head, tensors)
@@ -160,12 +150,10 @@ class ParameterServer:
 
     def _hear(self, identity: bytes, head: Head, tensors: Sequence[memoryview]) -> None:
         if head.kind == "failed":  # a trainer that ends names the process that failed
-            self._fail(WorkerFailed(text_of(tensors[0]), text_of(tensors[1]), hint="its own output says why; start the job again"))
-        elif not 0 <= head.rank < self.options.trainers:
-            self._say(f"a message was ignored: a trainer {head.rank} of {self.options.trainers}")
+            self._fail(failure_told(tensors))
         else:
             self._peers[identity] = head.rank
-            self._do(Request(identity, head, tensors))
+            self._do(Request(identity, head, tensors, time.monotonic()))
 
     def _do(self, request: Request) -> None:
         head, shard = request.head, self.shard
@@ -192,7 +180,8 @@ class ParameterServer:
                 self._tell(Message("trainer", head.rank, "leave"))
             case "counts":
                 self._answer(request, "counts")
-                self.report.restart()  # at the first step of the first trainer
+                if not self._counts:
+                    self._counts, self.load = True, ServerLoad(since_ns=time.monotonic_ns())
             case kind:
                 raise AssertionError(f"{kind} is no request")
 
@@ -201,16 +190,14 @@ class ParameterServer:
         self._arrived[head.rank] = push = shard.read_push(head, request.tensors)
         self._waiting[head.rank, "parameters" if shard.spec.rules.mode == "synchronous" else "applied"] = request
         versions = push.versions.tolist()
-        for version in versions:
-            self.report.gradient(self._state.version - version)
-        self._tell(Message("sender", head.rank, head.kind, count=head.count, version=min(versions, default=2**62)))
+        self.load.staleness.update(self._state.version - version for version in versions)
+        self._tell(Message("sender", head.rank, head.kind, count=head.num, version=min(versions, default=2**62)))
 
     def _join(self, request: Request) -> None:
         rank, spec = request.head.rank, Spec.from_json(request.tensors[0])
-        held: dict[str, object] = {"trainers": self.options.trainers, "servers": self.options.servers}
-        if self.shard is not None:  # a checkpoint's rules may be another job's
-            held |= described(self.shard.spec, model_only=self.role is None)
-        why = differences(held, described(spec))
+        why = "" if self.shard is None else differences(self.shard.spec, spec, model_only=self.role is None)
+        if (spec.rules.trainers, spec.rules.servers) != (self.options.trainers, len(self.options.endpoints)):
+            why = "it differs in the number of trainers or servers"
         if not why and self._joined.setdefault(rank, request.identity) != request.identity:
             why = f"another process has joined as rank {rank}: is the job started twice?"
         if why:
@@ -225,11 +212,11 @@ class ParameterServer:
     def _begin(self, spec: Spec) -> None:
         """Create the role from the first trainer's description of the job."""
         if self.shard is None:
-            self.shard = Shard(spec, self.options.server)
+            self.shard = Shard(spec, self.options.number)
         else:
             self.shard.adopt(spec)
         training, record = ServerTraining(spec.rules), self.options.record
-        self.role = RoleDecider.start(training, self.options.server, "server", record=record, state=self._state_before)
+        self.role = RoleDecider.start(training, self.options.number, "server", record=record, state=self._state_before)
 
     @property
     def _state(self) -> ServerState:
@@ -253,10 +240,8 @@ class ParameterServer:
             case "update":
                 ranks = sorted(self._arrived) if operation.rank is None else [operation.rank]
                 shard.update([self._arrived.pop(rank) for rank in ranks], operation.divisor)
-                self.report.updates += 1
             case "accumulate":
                 shard.accumulate(self._arrived[message.rank])
-                self.report.updates += 1
             case "mark":
                 shard.mark(message.rank, self._arrived.pop(message.rank))
             case "stop":
@@ -283,7 +268,7 @@ class ParameterServer:
 
     def _answer(self, request: Request, kind: str, tensors: Sequence[Tensor] = ()) -> None:
         head = request.head
-        self._send(request.identity, Head(kind, head.rank, version=self._state.version, count=head.count), tensors)
+        self._send(request.identity, Head(kind, head.rank, version=self._state.version, num=head.num), tensors)
 
     def _save(self, folder: Path) -> str:
         """Write a checkpoint if there are parameters; return the error, or an empty string."""
@@ -295,7 +280,8 @@ class ParameterServer:
         return error
 
     def _fail_by(self, rank: int, why: str) -> None:
-        self._fail(WorkerFailed(f"this trainer {why}", f"rank {rank}", hint=_HINT))
+        hint = "its own output says why, or the network is so slow that timeout_s must be raised; start the job again"
+        self._fail(WorkerFailed(f"this trainer {why}", f"rank {rank}", hint=hint))
 
     def _fail(self, failure: WorkerFailed) -> None:
         """End the job because of ``failure.where``, and tell all trainers. Only the first failure counts."""
@@ -307,7 +293,7 @@ class ParameterServer:
             self._send(identity, Head("stopped", rank), (failure.what.encode(), str(failure.where).encode()))
 
     def _say(self, text: str) -> None:
-        print(f"server {self.options.server}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
+        print(f"server {self.options.number}: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the server's log
 
     def _look(self) -> None:
         """Send signs of life; end the job if a trainer is gone, never came, or keeps others waiting for too long."""
@@ -321,17 +307,12 @@ class ParameterServer:
         missing = set(range(options.trainers)) - {*self._peers.values(), *self._state.left}
         if missing and now > self._began_at + options.startup_timeout_s:
             self._fail_by(min(missing), "has never come")
-        is_synchronous = self.shard is not None and self.shard.spec.rules.mode == "synchronous"
-        waiting = (request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier"))
-        longest = next(waiting, None) if is_synchronous else None
-        if longest is not self._longest[0]:
-            self._longest = longest, now
-        if longest is None:
+        if self.shard is None or self.shard.spec.rules.mode != "synchronous":
             return
-        is_at_barrier, limit_s = longest.head.kind == "barrier", options.round_timeout_s
-        if is_at_barrier or not self.report.updates:  # another server may be writing a checkpoint, or a trainer may be starting
+        state, limit_s = self._state, options.round_timeout_s
+        if state.version == self._state_before.version:  # a trainer may be starting
             limit_s = max(limit_s, options.startup_timeout_s)
-        state = self._state
         late = set(range(options.trainers)) - {*state.met, *state.arrived, *state.left}
-        if now > self._longest[1] + limit_s and late:
-            self._fail_by(min(late), f"has let the others wait {'at a barrier' if is_at_barrier else 'for its gradient'} for {limit_s:g} s")
+        waiting = [request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier")]
+        if late and any(now > request.came_s + limit_s for request in waiting):
+            self._fail_by(min(late), f"has let the others wait for {limit_s:g} s")

@@ -60,7 +60,7 @@ optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1
 if is_server:
     os.fsync = slow_fsync
     fleet.init_server()
-    fleet.run_server(save_to=folder / "checkpoint", save_every_s=0.5)
+    fleet.run_server()
     reach("end", 1.0)
     sys.exit()
 if served:
@@ -78,6 +78,8 @@ for step in range(1, steps + 1):
     time.sleep(0.01)
     if step == 10:
         reach("middle")
+    if step == 50 and served:
+        fleet.save_persistables(folder / "checkpoint")
     if step == 20 and is_plain:
         fleet.save_persistables(folder / "checkpoint")  # it stays in force while the next is written
     if step == 50 and is_plain:

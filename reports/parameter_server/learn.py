@@ -54,7 +54,7 @@ def main(out: str, k_steps: str, dimension: str, seconds: str, configs: str, rat
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=float(rate)))
     if fleet.is_server():
         fleet.init_server()
-        fleet.run_server(save_to=str(Path(out, "checkpoint")))
+        fleet.run_server()
         return
     rank = fleet.worker_index()
     batches = words(np.random.default_rng([int(seed), rank]), MOST_STEPS)
@@ -75,6 +75,7 @@ def main(out: str, k_steps: str, dimension: str, seconds: str, configs: str, rat
             losses.clear()
     fleet.synchronize()  # what is queued counts, and the time that it takes
     took = time.perf_counter() - begin
+    fleet.save_persistables(Path(out, "checkpoint"))
     fleet.stop_worker()
     own = held_out_loss(model) if k_steps != "0" else None  # in the other modes a trainer holds fresh only what it has just looked up
     result = {"rank": rank, "steps": done, "seconds": took, "examples_per_s": done * BATCH / took, "curve": curve, "own_held_out": own}

@@ -27,7 +27,7 @@ def main(out: Path, numbers: int, closed: bool) -> None:
     if fleet.is_server():
         fleet.init_server()
         report = fleet.run_server()
-        found = {"staleness": sorted(report.staleness.items()), "busy_s": report.busy_s, "updates": report.updates}
+        found = {"staleness": sorted(report.staleness.items()), "busy_s": report.busy_ns / 1e9, "updates": report.staleness.total()}
         (out / f"server{fleet.server_index()}.json").write_text(json.dumps(found), encoding="utf-8")
         return
     sharpen_sleep()

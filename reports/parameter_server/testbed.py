@@ -26,12 +26,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import torch
 from hosts import run_on_hosts
 from learn import held_out_loss
 from measure import DIMENSIONS, MODES
 from modes import measured_rounds
 from queueing import LOADS, Load, constants_of, paced_run, row, shortened
-from safetensors.torch import load_file
 from testbed_tables import tables
 
 from fleetbench.cluster import Cluster, Link
@@ -206,8 +207,9 @@ def _words(ground: Ground, script: str, arguments: Sequence[str], seconds: float
 
 def loss_of_server(checkpoint: Path, dimension: int) -> float:
     """Held-out loss of the parameters that the server holds."""
-    (path,) = checkpoint.glob("shard-*.safetensors")
-    tensors = load_file(path)
+    (path,) = checkpoint.glob("shard-*.npz")
+    with np.load(path) as file:
+        tensors = {name: torch.from_numpy(file[name]) for name in ("parameters.1", "parameters.2")}
     model = SkipGram(len(tensors["parameters.1"]), dimension)
     model.load_state_dict({"words.weight": tensors["parameters.1"], "contexts.weight": tensors["parameters.2"]})
     return held_out_loss(model)

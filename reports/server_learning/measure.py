@@ -130,9 +130,10 @@ def copies_of(folder: Path) -> dict[str, Tensors]:
     if saved is not None:
         shard, _ = saved
         spec = shard.spec
-        dense = torch.from_numpy(shard.dense).split(list(spec.sizes)) if spec.sizes else ()
-        found["server"] = dict(zip(spec.names, dense, strict=True))
-        found["server"] |= {table.name: torch.from_numpy(rows) for table, rows in zip(spec.tables, shard.tables, strict=True)}
+        names, sizes = zip(*(text.rsplit(" ", 1) for text in spec.dense), strict=True) if spec.dense else ((), ())
+        dense = torch.from_numpy(shard.dense).split(list(map(int, sizes))) if sizes else ()
+        found["server"] = dict(zip(names, dense, strict=True))
+        found["server"] |= {table.name: torch.from_numpy(rows) for table, rows in zip(spec.shards.tables, shard.tables, strict=True)}
     return found
 
 

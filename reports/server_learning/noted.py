@@ -15,10 +15,9 @@ import train
 
 from fleetbench import fleet
 from fleetbench.workloads.server_updates import Change
-from real.servers.links import Answer
+from real.servers.links import Answer, Head
 from real.servers.parameters import Shard
 from real.servers.served_training import ServedTraining
-from real.servers.wire import Head
 
 
 def main(out: str, *others: str) -> None:

@@ -38,8 +38,8 @@ def main(out: str, data: str, task_name: str, mode: str, rate: str, epochs: str,
     optimizer = fleet.distributed_optimizer(optimizer)
     if fleet.is_server():
         fleet.init_server()
-        report = fleet.run_server(save_to=str(Path(out, "checkpoint")))
-        found = {"updates": report.updates, "staleness": {str(lag): num for lag, num in sorted(report.staleness.items())}}
+        report = fleet.run_server()
+        found = {"updates": report.staleness.total(), "staleness": {str(lag): num for lag, num in sorted(report.staleness.items())}}
         Path(out, "server.json").write_text(json.dumps(found), encoding="utf-8")
         return
     fleet.init_worker()
@@ -50,6 +50,7 @@ def main(out: str, data: str, task_name: str, mode: str, rate: str, epochs: str,
     fleet.barrier_worker()
     if mode.startswith("GeoSGD") and fleet.is_first_worker():  # in the other modes the servers have the only copy
         _save(model, Path(out, "trainer0.safetensors"))
+    fleet.save_persistables(Path(out, "checkpoint"))
     fleet.stop_worker()
 
 

@@ -177,8 +177,8 @@ class ServedReplay:
         return rules.trainers * own + 5 * (dense + tables)
 
     def _shard(self, server: int) -> ParameterShard:
-        workload, readers = self._learnt.workload, self._job.rules.trainers if self._geo else 0
-        shard = ParameterShard(self.shards, server, DTYPES[workload.dtype], options_for(workload), readers)
+        workload = self._learnt.workload
+        shard = ParameterShard(self.shards, server, DTYPES[workload.dtype], options_for(workload), self._job.rules.readers)
         shard.install([view.numpy() for view in views_of(self.shards, server, self._flat, self._tables)])
         return shard
 

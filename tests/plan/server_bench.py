@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from fleetbench.plan.events import BackwardEnd, DataEnd, Event, LookUp, Message, StepBegin, TimerFired
+from fleetbench.plan.events import BackwardEnd, DataEnd, Event, Message, StepBegin, TimerFired
 from fleetbench.plan.operations import Operation
 from fleetbench.plan.replay import RoleDecider
 from fleetbench.plan.servers.rules import ServerRules
@@ -133,10 +133,6 @@ class Bench:
             return
         self.tell("trainer", rank, StepBegin(1))
         self.tell("trainer", rank, BackwardEnd())
-
-    def look_up(self, rank: int) -> None:
-        """Trainer ``rank`` looks rows up."""
-        self.tell("trainer", rank, LookUp())
 
     def deliver(self, source: tuple[str, int], target: tuple[str, int]) -> None:
         """The oldest message from ``source`` arrives at ``target``."""

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetbench.plan.events import BackwardEnd, DataEnd, EpochEnd, Flush, LookUp, Message, StepBegin, TimerFired
+from fleetbench.plan.events import Message
 from fleetbench.plan.replay import Recording, RoleDecider
-from fleetbench.plan.servers.rules import Mode, ServerRules
-from fleetbench.plan.servers.states import ServerState, state_of
+from fleetbench.plan.servers.rules import ServerRules
+from fleetbench.plan.servers.states import state_of
 from fleetbench.plan.servers.training import ServerTraining
 from plan.server_bench import Bench, Rows, dice
 
@@ -45,119 +45,6 @@ def test_one_unit_update_reaches_the_server_geometrically(trainers: int, row: in
         bench.step(0)
         bench.settle()
         assert bench.held[row] == 1 - (1 - Fraction(1, trainers)) ** j
-
-
-def test_alone_the_server_equals_the_trainer_after_each_exchange() -> None:
-    """With one trainer nothing is left unsent: the server holds what local training made, after every k steps."""
-    bench = Bench(geo(1, k_steps=3, servers=2), zeros(DENSE, 0, 1, 2), [changes(*[{DENSE: 1, step % 3: step} for step in range(9)])])
-    local = zeros(DENSE, 0, 1, 2)
-    for step in range(9):
-        local[DENSE] += 1
-        local[step % 3] += step
-        bench.step(0)
-        bench.settle()
-        if step % 3 == 2:
-            assert bench.held == local
-        else:
-            assert bench.held != local
-
-
-def test_the_rest_of_a_row_leaves_only_when_it_is_touched_again() -> None:
-    """Two trainers: half of a row's change is sent, and the other half stays through rounds that touch other rows alone."""
-    bench = Bench(geo(2), zeros(0, 1), [changes({0: 8}, {1: 1}, {1: 1}, {0: 0}), []])
-    held = []
-    for _ in range(4):
-        bench.step(0)
-        bench.settle()
-        held.append(bench.held[0])
-    assert held == [4, 4, 4, 6]
-    assert bench.trainers[0].latest[0] == 8
-
-
-def test_a_scripted_order_of_exchanges_equals_the_algorithm_written_out() -> None:  # noqa: PLR0915  # a script is long
-    """Two trainers exchange in a given order, with a step made during an exchange; floats agree bit for bit with the reference."""
-    script = {0: [{0: 0.1, 1: 0.7}, {1: -0.3}, {0: 0.9}], 1: [{1: 0.2}, {0: 0.5, 1: 0.3}]}
-    bench = Bench(geo(2), {0: 0.3, 1: -0.2}, [script[0], script[1]])  # type: ignore[dict-item, arg-type]  # floats here
-    latest = [{0: 0.3, 1: -0.2}, {0: 0.3, 1: -0.2}]
-    old = [dict(own) for own in latest]
-    server = {0: 0.3, 1: -0.2}
-    changed: list[set[int]] = [set(), set()]
-
-    def train(rank: int, number: int) -> set[int]:
-        for row, change in script[rank][number].items():
-            latest[rank][row] += change
-        return set(script[rank][number])
-
-    def push(rank: int, rows: set[int]) -> None:
-        for row in rows:
-            delta = (latest[rank][row] - old[rank][row]) / 2
-            old[rank][row] += delta
-            server[row] += delta
-        changed[1 - rank] |= rows
-
-    def pull(rank: int) -> None:
-        for row in changed[rank]:
-            latest[rank][row] = latest[rank][row] + server[row] - old[rank][row]
-            old[rank][row] = server[row]
-        changed[rank] = set()
-
-    sender, at_server = [("sender", 0), ("sender", 1)], ("server", 0)
-
-    def exchange(rank: int) -> None:
-        bench.deliver(("trainer", rank), sender[rank])  # the step: a push leaves
-        bench.deliver(sender[rank], at_server)  # it is applied
-        bench.deliver(at_server, sender[rank])  # so the sender hears, and asks
-        bench.deliver(sender[rank], at_server)
-        bench.deliver(at_server, sender[rank])  # and installs
-        bench.deliver(sender[rank], ("trainer", rank))  # room again
-
-    bench.step(0)
-    exchange(0)
-    push(0, train(0, 0))
-    pull(0)
-
-    bench.step(1)
-    bench.deliver(("trainer", 1), sender[1])  # its delta is taken here,
-    first = train(1, 0)
-    push(1, first)
-    bench.deliver(sender[1], ("trainer", 1))
-    bench.step(1)  # and this step is made while it is on its way
-    second = train(1, 1)
-    bench.deliver(sender[1], at_server)
-    bench.deliver(at_server, sender[1])
-    bench.step(0)
-    exchange(0)  # the other trainer comes in between
-    push(0, train(0, 1))
-    pull(0)
-    bench.deliver(sender[1], at_server)
-    bench.deliver(at_server, sender[1])
-    pull(1)
-    exchange(1)
-    push(1, second)
-    pull(1)
-    bench.step(0)
-    exchange(0)
-    push(0, train(0, 2))
-    pull(0)
-
-    assert bench.held == server
-    assert [trainer.latest for trainer in bench.trainers] == latest
-    assert [trainer.old for trainer in bench.trainers] == old
-    assert latest[0] != latest[1]
-
-
-def test_dense_and_sparse_agree_where_every_row_is_touched() -> None:
-    """A table all of whose rows every step touches goes the way of the same numbers held densely."""
-    steps = [[{row: Fraction(rank + 1, row + 2) for row in range(3)} for _ in range(4)] for rank in range(2)]
-    dense_steps = [[{-1 - row: change for row, change in step.items()} for step in own] for own in steps]
-    sparse, dense = Bench(geo(2, 2), zeros(0, 1, 2), steps), Bench(geo(2, 2), zeros(-1, -2, -3), dense_steps)
-    for _ in range(4):
-        for rank in (0, 1):
-            for bench in (sparse, dense):
-                bench.step(rank)
-                bench.settle()
-    assert {-1 - row: value for row, value in sparse.held.items()} == dense.held
-    assert len(set(sparse.held.values())) == 3
 
 
 ANY_STEPS = st.lists(st.dictionaries(st.integers(0, 4), st.integers(-9, 9).map(Fraction), max_size=3), max_size=12)
@@ -279,90 +166,6 @@ def test_k_is_an_upper_bound() -> None:
     assert not bench.trainers[0].has_timer
 
 
-def test_what_arrives_while_a_push_is_in_flight_is_merged() -> None:
-    """Gradients that wait after a push leave together, up to max_merge of them."""
-    bench = Bench(ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=3, has_dense=False), zeros(0), [changes(*[{0: 1}] * 7)])
-    for _ in range(7):
-        bench.step(0)
-    bench.settle()
-    bench.happen(("timer", 0))
-    bench.settle()
-    assert bench.merged == {3: 2, 1: 1}
-
-
-def merging(steps: int) -> Bench:
-    """One trainer that has made two steps, whose push of both is on its way."""
-    bench = Bench(
-        ServerRules(mode="asynchronous", trainers=1, servers=1, max_merge=2, has_dense=False), zeros(0), [changes(*[{0: 1}] * steps)]
-    )
-    for _ in range(2):
-        bench.step(0)
-        bench.deliver(("trainer", 0), ("sender", 0))
-    return bench
-
-
-def test_an_idle_push_leaves_nothing_behind() -> None:
-    """Three gradients wait after a push as the timer runs out: two leave, and the third after them, without another word."""
-    bench = merging(5)
-    for _ in range(3):
-        bench.step(0)
-        bench.deliver(("trainer", 0), ("sender", 0))
-    bench.happen(("timer", 0))
-    bench.settle()
-    assert bench.merged == {2: 2, 1: 1}
-    assert bench.held[0] == -5
-
-
-def test_a_gradient_behind_a_timer_that_ran_out_sets_it_again() -> None:
-    """Two more than fill a push, while it waits for the one before it: what they leave over goes out when the timer runs out once more."""
-    bench = merging(5)
-    bench.step(0)
-    bench.deliver(("trainer", 0), ("sender", 0))
-    bench.happen(("timer", 0))
-    for _ in range(2):
-        bench.step(0)
-        bench.deliver(("trainer", 0), ("sender", 0))
-    bench.settle()
-    assert bench.held[0] == -4
-    bench.happen(("timer", 0))
-    bench.settle()
-    assert bench.held[0] == -5
-
-
-@given(
-    steps=st.lists(ANY_STEPS, min_size=1, max_size=3),
-    bounds=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 2)),
-    k_steps=st.integers(0, 4),
-    seed=st.integers(0, 2**32),
-)
-def test_without_a_flush_nothing_stays_behind_either(
-    steps: list[list[Rows]], bounds: tuple[int, int, int], k_steps: int, seed: int
-) -> None:
-    """Trainers that fall silent and do not end: in any order, once timers have run out, servers have all that was handed on."""
-    merge, queue, in_flight = bounds
-    mode: Mode = "geo_sgd" if k_steps else "asynchronous"
-    rules = ServerRules(
-        mode=mode, trainers=len(steps), servers=2, k_steps=k_steps, max_merge=merge, queue_size=queue, pushes_in_flight=in_flight
-    )
-    bench = Bench(rules, zeros(DENSE, 0, 1, 2, 3, 4), [[{DENSE: Fraction(1), **step} for step in own] for own in steps])
-    bench.run(dice(seed), ends=False)
-    assert not any(trainer.steps or trainer.touched or trainer.queue or trainer.has_timer for trainer in bench.trainers)
-    if mode == "asynchronous":
-        assert bench.held[DENSE] == -sum(map(len, steps))
-    else:
-        assert bench.held == {row: sum((delta.get(row, Fraction(0)) for delta in bench.deltas), Fraction(0)) for row in bench.initial}
-        assert len(steps) > 1 or bench.held == bench.trainers[0].latest
-
-
-def test_synchronous_training_needs_no_timer() -> None:
-    """Every gradient leaves at once, whatever may be merged in the other modes."""
-    bench = Bench(ServerRules(mode="synchronous", trainers=1, servers=1, max_merge=4), zeros(0), [changes({0: 1})])
-    bench.step(0)
-    bench.settle()
-    assert bench.held[0] == -1
-    assert not bench.trainers[0].has_timer
-
-
 def test_an_independent_receiver_pulls_beside_pushes() -> None:
     """Without it a push waits for the pull before it; with it both are on their way at once."""
     for independent, under_way in ((False, ["pull"]), (True, ["pull", "gradient"])):
@@ -381,56 +184,9 @@ def test_an_independent_receiver_pulls_beside_pushes() -> None:
         assert kinds == (under_way[1:] if independent else under_way)
 
 
-def test_rows_are_read_from_every_server_when_they_are_looked_up() -> None:
-    """A look-up asks all servers, waits for all, and then reads what they hold."""
-    bench = Bench(ServerRules(mode="asynchronous", trainers=1, servers=2, has_dense=False), {0: Fraction(7), 1: Fraction(8)}, [[]])
-    bench.look_up(0)
-    state = bench.roles["trainer", 0].state
-    assert state.waits == "rows"  # type: ignore[union-attr]  # a trainer's
-    for server in (0, 1):
-        assert bench.trainers[0].read == []
-        bench.deliver(("trainer", 0), ("server", server))
-        bench.deliver(("server", server), ("trainer", 0))
-    assert bench.trainers[0].read == [{0: 7, 1: 8}]
-
-
-def test_geo_sgd_looks_nothing_up() -> None:
-    """A trainer with a full copy reads its own rows."""
-    bench = Bench(geo(1), zeros(0), [[]])
-    bench.look_up(0)
-    assert bench.choices() == [("step", 0)]
-
-
-def test_staleness_counts_the_updates_in_between() -> None:
-    """Three trainers in turn, each pulling right after its push: two updates of others lie between a pull and the next push."""
-    rules = ServerRules(mode="asynchronous", trainers=3, servers=1)
-    bench = Bench(rules, zeros(DENSE), [changes(*[{DENSE: 1}] * 5)] * 3)
-    seen = []
-    for _ in range(5):
-        for rank in range(3):
-            bench.step(rank)
-            bench.deliver(("trainer", rank), ("sender", rank))
-            (message, _), state = bench.channels[("sender", rank), ("server", 0)][0], bench.roles["server", 0].state
-            assert isinstance(state, ServerState)
-            seen.append(state.version - message.version)
-            bench.settle()
-    assert seen[:3] == [0, 1, 2]  # the first pushes are computed from the initial parameters
-    assert set(seen[3:]) == {2}
-
-
 def tell(decider: RoleDecider, kind: str, rank: int) -> list[tuple[str, str | None, int | None]]:
     """What a server does when it hears ``kind`` from ``rank``."""
     return [(operation.kind, operation.message, operation.rank) for operation in decider.on(0, Message("sender", rank, kind, count=1))]
-
-
-def test_trainer_0_brings_the_parameters_and_the_others_wait_for_them() -> None:
-    """Whoever joins before they are there is told when they are; initial parameters that come again change nothing."""
-    server = RoleDecider.start(ServerTraining(ServerRules(mode="asynchronous", trainers=3, servers=1)), 0, "server")
-    assert tell(server, "join", 1) == []
-    assert tell(server, "join", 0) == [("send", "blank", 0)]
-    assert tell(server, "initial", 0) == [("install", None, None), ("send", "ready", 0), ("send", "ready", 1)]
-    assert tell(server, "initial", 0) == []
-    assert tell(server, "join", 2) == [("send", "ready", 2)]
 
 
 def test_nobody_waits_for_a_trainer_that_has_left() -> None:
@@ -493,19 +249,3 @@ def test_a_recorded_role_replays_to_the_same_operations(rules: ServerRules, role
         assert [other.on(now, event) for now, event, _ in recording.log[cut:]] == decided[cut:]
         assert other.recording().initial == saved
         assert other.recording().replayed() == decided[cut:]
-
-
-@pytest.mark.parametrize("rules", MODES, ids=[rules.mode for rules in MODES])
-def test_what_is_not_a_roles_business_changes_nothing(rules: ServerRules) -> None:
-    """Events of other roles, and unknown messages, leave a role as it is."""
-    strange = (EpochEnd(), Message("server", 0, "weather"))
-    for role, events in (
-        ("trainer", (TimerFired(), *strange)),
-        ("sender", (StepBegin(1), BackwardEnd(), LookUp(), *strange)),
-        ("server", strange),
-    ):
-        decider = RoleDecider.start(ServerTraining(rules), 0, role)
-        before = decider.state
-        for event in (*events, *((Flush(), DataEnd(), TimerFired()) if role == "server" else ())):
-            assert decider.on(0, event) == ()
-            assert decider.state == before

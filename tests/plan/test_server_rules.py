@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fleetbench.cluster import Cluster
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import SERVED, ServerRules, Shards, Table, choice, rules_of
+from fleetbench.plan.servers.rules import SERVED, ServerRules, Shards, Table, rules_of
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.support import refuse_unexecuted
 
@@ -76,18 +76,6 @@ def test_servers_without_a_mode_for_them_are_refused_with_the_mode(name: str, va
     with pytest.raises(ConfigError, match=f'(?s)cluster.{name}: an executor does not execute this.*set strategy.mode = "ps"') as raised:
         refuse_unexecuted(cluster, "cluster", frozenset(), "an executor")
     assert "another executor" not in str(raised.value)
-
-
-def test_what_k_steps_have_become_is_said_where_they_do_not_say_it() -> None:
-    """-1 with SGD and with another optimizer; a number, or synchronous training, says itself what it is."""
-
-    def said(strategy: DistributedStrategy, optimizer: str) -> str | None:
-        return choice(strategy, rules_of(strategy, 2, 1, optimizer=optimizer))
-
-    assert "GeoSGD with k_steps = 800" in str(said(served(k_steps=-1), "sgd"))
-    assert "k_steps = -1: asynchronous" in str(said(served(k_steps=-1), "adam"))
-    assert [said(served(k_steps=k_steps), "sgd") for k_steps in (0, 7)] == [None, None]
-    assert said(DistributedStrategy(mode="ps"), "sgd") is None
 
 
 @given(servers=st.integers(1, 7), dense=st.integers(0, 100), rows=st.integers(1, 50))

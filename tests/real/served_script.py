@@ -1,6 +1,6 @@
 """A user's script with parameter servers: counts to a number that only a training without loss or repetition reaches.
 
-Arguments: k_steps, steps, folder of checkpoints or "-", rank that kills itself or -1, what a server does at half time.
+Arguments: k_steps, steps, folder of checkpoints or "-", rank that kills itself at half time or -1, seconds of a pause, folder of files.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ if fleet.is_server():
     print(f"server {fleet.server_index()} of {fleet.server_num()}")
     restored = fleet.init_server(folder if folder != "-" else None)
     print(f"restored: {restored}")
-    fleet.run_server(save_to=folder if folder != "-" else None, save_every_s=0.2 if folder != "-" else None)
+    fleet.run_server()
 else:
     fleet.init_worker()
     print(f"trainer {fleet.worker_index()} of {fleet.worker_num()}")
     for step in range(steps):
+        if step == steps // 2 and folder != "-":
+            fleet.save_persistables(folder)
         if step == steps // 2 and fleet.worker_index() == suicide:
             os.kill(os.getpid(), getattr(signal, os.environ.get("SERVED_SIGNAL", "SIGKILL")))
         loss = model(torch.ones(1, 3)).sum()  # whose gradient is 1 in every number
@@ -38,7 +40,7 @@ else:
         loss.backward()
         optimizer.step()
         time.sleep(pause)
-    fleet.synchronize()
-    print(f"weight {model.weight.detach().flatten().tolist()}")
+    if folder != "-":
+        fleet.save_persistables(folder)
     fleet.stop_worker()
     Path(sys.argv[6]).joinpath(f"done.{fleet.worker_index()}").touch()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +12,11 @@ from typing import Any
 
 import torch
 
+from fleetbench.staleness import ServerLoad
 from fleetbench.strategy import ASyncConfigs, DistributedStrategy
-from real.servers.links import TrainerOptions
+from real.servers.links import Options
 from real.servers.served_training import ServedTraining
 from real.servers.server import ParameterServer
-from real.servers.server_options import ServerOptions, ServerReport
 
 PATIENCE_S = 20.0
 
@@ -44,19 +42,11 @@ def add_gradients(model: torch.nn.Module, value: float) -> None:
 class ServerThread(threading.Thread):
     """One server, run to its end."""
 
-    def __init__(
-        self,
-        options: ServerOptions,
-        *,
-        restore: Path | None = None,
-        save_to: Path | None = None,
-        save_every_s: float | None = None,
-    ) -> None:
+    def __init__(self, options: Options, *, restore: Path | None = None) -> None:
         super().__init__(daemon=True)
         self.server = ParameterServer(options)
-        self.report: ServerReport | None = None
+        self.report: ServerLoad | None = None
         self.error: Exception | None = None
-        self._save = (save_to, save_every_s)
         try:
             if restore is not None:
                 self.server.restore(restore)
@@ -68,7 +58,7 @@ class ServerThread(threading.Thread):
     def run(self) -> None:
         """Serve."""
         try:
-            self.report = self.server.run(*self._save)
+            self.report = self.server.run()
         except Exception as error:  # noqa: BLE001  # the test looks at it
             self.error = error
         finally:
@@ -76,7 +66,6 @@ class ServerThread(threading.Thread):
 
     def abandon(self) -> None:
         """End at once, as if killed: nothing is saved, nobody is told."""
-        self._save = (None, None)
         self.server._has_ended = True
         self.join(PATIENCE_S)
         assert not self.is_alive()
@@ -99,14 +88,7 @@ class Job:
 
     def start(self, number: int, **run: Any) -> ServerThread:
         """One server, on its address."""
-        options = ServerOptions(
-            server=number,
-            servers=self.num_servers,
-            trainers=self.trainers,
-            endpoint=self.endpoints[number],
-            record=True,
-            **self.options,
-        )
+        options = Options(number=number, endpoints=self.endpoints, trainers=self.trainers, record=True, **self.options)
         thread = ServerThread(options, **run)
         thread.start()
         return thread
@@ -123,13 +105,13 @@ class Job:
     ) -> ServedTraining:
         """A trainer that has joined."""
         own = {**self.options, "trainers": self.trainers, "record": True, **links}
-        training = ServedTraining(model, strategy, TrainerOptions(rank=rank, endpoints=tuple(endpoints or self.endpoints), **own))
+        training = ServedTraining(model, strategy, Options(number=rank, endpoints=tuple(endpoints or self.endpoints), **own))
         training.attach_optimizer(optimizer)
         self.trainings.append(training)
         training.begin()
         return training
 
-    def reports(self) -> list[ServerReport]:
+    def reports(self) -> list[ServerLoad]:
         """What the servers did, once they have ended by themselves."""
         for thread in self.threads:
             thread.join(PATIENCE_S)
@@ -189,58 +171,3 @@ def served(k_steps: int = 0, **configs: Any) -> DistributedStrategy:
 
 
 SYNCHRONOUS = DistributedStrategy(mode="ps")
-
-
-class SlowProxy(threading.Thread):
-    """Passes bytes on to a server, both ways, so many a second. ``close`` ends it, and breaks its connections."""
-
-    def __init__(self, target: str, bytes_per_s: float) -> None:
-        super().__init__(daemon=True)
-        self._target, self._bytes_per_s = (target.partition(":")[0], int(target.partition(":")[2])), bytes_per_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._others: dict[socket.socket, socket.socket] = {}
-        self._closing = False
-        self.start()
-
-    def run(self) -> None:
-        """Pass on until ``close``."""
-        selector = selectors.DefaultSelector()
-        self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ)
-        while not self._closing:
-            for key, _ in selector.select(0.05):
-                end = key.fileobj
-                assert isinstance(end, socket.socket)
-                if end is self._listener:
-                    self._connect(selector)
-                elif end in self._others and not self._pass_on(end):
-                    for gone in (end, self._others[end]):
-                        del self._others[gone]
-                        selector.unregister(gone)
-                        gone.close()
-        for end in (self._listener, *self._others):
-            end.close()
-        selector.close()
-
-    def _connect(self, selector: selectors.BaseSelector) -> None:
-        near, _ = self._listener.accept()
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # no more waits here unread
-        far = socket.create_connection(self._target)
-        self._others |= {near: far, far: near}
-        for end in (near, far):
-            selector.register(end, selectors.EVENT_READ)
-
-    def _pass_on(self, end: socket.socket) -> bool:
-        try:
-            data = end.recv(1 << 14)
-            time.sleep(len(data) / self._bytes_per_s)
-            self._others[end].sendall(data)
-        except OSError:
-            return False
-        return bool(data)
-
-    def close(self) -> None:
-        """Hang up for good."""
-        self._closing = True
-        self.join(PATIENCE_S)

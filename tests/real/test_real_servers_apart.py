@@ -203,18 +203,6 @@ def test_a_killed_server_is_named_on_every_host(servers: str, k_steps: int, grou
             assert f"error: server 0 on {ground.topology.address('host0')}: " in running.err(host), running.err(host)
 
 
-@pytest.mark.parametrize("host", [pytest.param(0, id="of a server"), pytest.param(2, id="of a trainer", marks=pytest.mark.whole)])
-def test_a_killed_launcher_takes_its_processes_with_it(host: int, ground: Ground, tmp_path: Path) -> None:
-    """Synchronous: the others name its server or its rank within the timeout."""
-    with launches(ground, tmp_path, *OWN, *script(tmp_path, k_steps=-2, steps=4000, pause=0.01)) as running:
-        running.until_all_train()
-        running.running[host].kill()
-        name = f"{'server 0' if host == 0 else 'rank 1'} on {ground.topology.address(f'host{host}')}"
-        assert running.codes(ENDS_WITHIN_S) == [-9 if number == host else 4 for number in range(3)]
-        for number in {0, 1, 2} - {host}:
-            assert f"error: {name}: " in running.err(number), running.err(number)
-
-
 @pytest.mark.parametrize(
     ("host", "k_steps"),
     [
@@ -236,24 +224,6 @@ def test_an_interrupt_on_one_host_ends_all(host: int, k_steps: int, ground: Grou
         name = f"{'server 0' if host == 0 else 'rank 1'} on {ground.topology.address(f'host{host}')}"
         for number in {0, 1, 2} - {host}:
             assert f"error: {name}: its connection has broken" in running.err(number), running.err(number)
-
-
-def test_a_trainer_that_dies_before_servers_are_up_is_named(ground: Ground, tmp_path: Path) -> None:
-    """Rank 0 ends while servers still start, and so does its launch: the others name it after the time in which it might come."""
-    program = tmp_path / "late.py"
-    program.write_text(
-        "import os, runpy, sys, time\n"
-        "if os.environ.get('PADDLE_TRAINER_ID') == '0':\n    sys.exit(7)\n"
-        "if os.environ['TRAINING_ROLE'] == 'PSERVER':\n    time.sleep(12)\n"
-        "sys.argv[:] = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    with launches(ground, tmp_path, *OWN, "--startup-timeout", "20", program, *script(tmp_path)) as running:
-        assert running.codes() == [4, 4, 4]
-        for host in range(2):
-            assert f"error: rank 0 on {ground.topology.address('host1')}: " in running.err(host)
-        assert "ended with exit code 7" in running.err(1)
-        waited = running.log(2, "workerlog.1")  # its own wait, or that of the servers, ends first
-        assert "rank 0: has not brought the parameters" in waited or "has never come" in waited
 
 
 EXPERIMENT = """\

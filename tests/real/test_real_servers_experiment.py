@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.result import RunResult
 from fleetbench.workloads.models.registry import build_model
@@ -88,19 +87,3 @@ def test_asynchronous_runs_learn_and_know_their_staleness(k_steps: int) -> None:
     gradients = sum(histogram.values())
     assert 2 * 25 <= gradients <= 2 * 27 if k_steps == 0 else 10 <= gradients <= 2 * 27
     assert 0 <= result.summary.staleness["mean"] <= result.summary.staleness["max"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "servers", "run", "named"),
-    [
-        ({}, 1, {}, "cluster.servers"),
-        ({"mode": "ps"}, 0, {}, "cluster.servers"),
-        ({"mode": "ps"}, 1, {"device": "cuda"}, "run.device"),
-        ({"mode": "ps", "fp16_allreduce": True}, 1, {}, "fp16_allreduce"),
-    ],
-    ids=["servers alone", "no servers", "a device", "collective field"],
-)
-def test_what_real_servers_do_not_do_is_refused(strategy: dict[str, Any], servers: int, run: dict[str, Any], named: str) -> None:
-    """Each is named before any process starts."""
-    with pytest.raises(ConfigError, match=named):
-        measure(experiment(strategy, servers, **run))

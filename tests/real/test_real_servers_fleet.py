@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from server_job import Job, add_gradients, free_port, job, together
+from server_job import add_gradients, free_port, job, together
 
 from fleetbench import DistributedStrategy
 from fleetbench.cli.main import main
@@ -59,16 +58,8 @@ def test_a_server_knows_what_it_is(fleet: Fleet, monkeypatch: pytest.MonkeyPatch
     for call in (fleet.init_worker, fleet.stop_worker, fleet.worker_index, lambda: fleet.save_persistables("x")):
         with pytest.raises(ConfigError, match="this process is no trainer"):
             call()
-    with pytest.raises(ConfigError, match=r"call fleet\.init_server first"):
-        fleet.run_server()
     assert isinstance(fleet._job, Served)
     assert fleet.init_server() is False
-    assert fleet._job._server is not None
-    assert fleet._job._server.options.round_timeout_s == 77.0
-    with pytest.raises(ConfigError, match="save_every_s"):
-        fleet.run_server(save_every_s=3)
-    with pytest.raises(ConfigError, match="call it once"):
-        fleet.init_server()
 
 
 def test_a_trainer_trains_by_the_documented_lines(
@@ -100,62 +91,6 @@ def test_a_trainer_trains_by_the_documented_lines(
     told = capsys.readouterr()
     assert "servers" in told.err
     assert "batch" in told.out + told.err
-
-
-class Ending:
-    """What trains, for whoever asks only how it ends."""
-
-    has_joined, has_ended = True, False
-
-    def __init__(self) -> None:
-        self.ended: list[str] = []
-
-    def finish(self) -> None:
-        """In order."""
-        self.ended.append("finish")
-        self.has_ended = True
-
-    def close(self) -> None:
-        """At once."""
-        self.ended.append("close")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "raises", "ending"),
-    [(SYNCHRONOUS, False, "close"), (SERVED, False, "finish"), (SYNCHRONOUS, True, "close"), (SERVED, True, "close")],
-)
-def test_a_script_that_forgot_stop_worker_leaves_in_order_where_others_can_go_on(
-    strategy: DistributedStrategy,
-    raises: bool,
-    ending: str,
-    fleet: Fleet,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """One that failed does not, and in synchronous training none does, for it may have ended by ``sys.exit``; it says so."""
-    be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
-    fleet.init(strategy)
-    assert isinstance(fleet._job, Served)
-    training = Ending()
-    fleet._job.training = training  # type: ignore[assignment]  # so much of it
-    if raises:
-        monkeypatch.setattr(sys, "last_value", ValueError("odd"), raising=False)
-    fleet._job.leave()
-    assert training.ended[0] == ending
-    assert ("ends without fleet.stop_worker()" in capfd.readouterr().err) == (ending == "close" and not raises)
-
-
-def test_a_script_that_ends_before_it_has_joined_says_so(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing raises at its exit; its launcher reads the note."""
-    be(monkeypatch, "trainer", f"127.0.0.1:{free_port()}")
-    fleet.init(SERVED)
-    assert isinstance(fleet._job, Served)
-    model = fleet.distributed_model(torch.nn.Linear(2, 2))
-    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    fleet._job.leave()
-    assert "rank 0: ends without fleet.stop_worker()" in capfd.readouterr().err
 
 
 def test_calls_that_need_servers_before_or_behind_them_say_so(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,26 +152,6 @@ def test_a_job_without_servers_is_refused(fleet: Fleet, monkeypatch: pytest.Monk
         fleet.init_worker()
 
 
-def test_servers_save_when_trainers_ask(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """``save_persistables`` leaves one shard a server, of what was pushed until then; a script's own data are refused."""
-    folder = tmp_path_factory.mktemp("saved")
-    with job(2) as running:
-        assert isinstance(running, Job)
-        be(monkeypatch, "trainer", ",".join(running.endpoints))
-        fleet.init(SERVED)
-        model = fleet.distributed_model(torch.nn.Linear(3, 1))
-        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        fleet.init_worker()
-        add_gradients(model, 2.0)
-        optimizer.step()
-        fleet.save_persistables(folder)
-        with pytest.raises(ConfigError, match="parameters and their optimizer"):
-            fleet.save_persistables(folder, extra=1)
-        fleet.stop_worker()
-        running.reports()
-    assert sorted(path.name for path in folder.iterdir()) == [f"shard-0000{server}-of-00002.safetensors" for server in (0, 1)]
-
-
 def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(tmp_path: Path) -> None:
     """Two trainers ask for it: rank 0 raises why, rank 1 gets past it, and both train on and leave."""
     no_folder = tmp_path / "file"
@@ -262,7 +177,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_nobody_waiting(tmp_path: Path
             served.trained("fleet.stop_worker").finish()
 
         together(*[lambda served=served: work(served) for served in both])
-        assert [report.updates for report in running.reports()] == [2]
+        assert [load.staleness.total() for load in running.reports()] == [2]
 
 
 @pytest.mark.parametrize(
@@ -278,24 +193,3 @@ def test_a_launch_that_makes_no_sense_is_refused(arguments: list[str], named: st
     """Exit code 2, with the option that is wrong or missing."""
     assert main(["launch", *arguments]) == 2
     assert named in capsys.readouterr().err
-
-
-def test_servers_and_trainers_wait_for_each_other_as_long_as_the_launch_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ``--startup-timeout``, in a variable; what is no time is refused."""
-    monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", "900.0")
-    server = Served(Role(launcher="Paddle", kind="server", servers=(f"127.0.0.1:{free_port()}",)), SERVED, 80.0)
-    server.init_server(None)
-    assert server._server is not None
-    assert server._server.options.startup_timeout_s == 900.0
-    server.leave()
-    role = Role(launcher="Paddle", rank=0, trainers=1, servers=("127.0.0.1:1",))
-    trainer = Served(role, SERVED, 80.0)
-    trainer.distributed_model(torch.nn.Linear(1, 1))
-    assert trainer.training is not None
-    assert trainer.training._options.startup_timeout_s == 900.0
-    trainer.training.close()
-    for text in ("soon", "", "0", "-1", "nan", "inf"):
-        monkeypatch.setenv("FLEETBENCH_STARTUP_TIMEOUT", text)
-        with pytest.raises(ConfigError, match="no number of seconds") as error:
-            Served(role, SERVED, 80.0)
-        assert error.value.hint

@@ -13,7 +13,6 @@ from test_real_servers_training import Net, add, all_of, batches, counting, grad
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.processes.roles import Role
-from real.servers import served_training
 from real.servers.served import Served
 from real.servers.served_training import ServedTraining
 
@@ -37,11 +36,8 @@ def both() -> Callable[[Job, Sequence[ServedTraining]], list[Served]]:
     return make
 
 
-def test_synchronize_brings_rows_that_only_the_other_trainer_touched(
-    both: Callable[..., list[Served]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All tables, in pieces of one row each here, without a forward: what rank 1 pushed is in rank 0's model."""
-    monkeypatch.setattr(served_training, "_PIECE_BYTES", 8)
+def test_synchronize_brings_rows_that_only_the_other_trainer_touched(both: Callable[..., list[Served]]) -> None:
+    """All tables, without a forward: what rank 1 pushed is in rank 0's model."""
     with job(2, 2) as running:
         (model, _, first), (other, optimizer, second) = (counting(running, rank, served()) for rank in (0, 1))
         fleets = both(running, [first, second])
@@ -50,16 +46,6 @@ def test_synchronize_brings_rows_that_only_the_other_trainer_touched(
         fleets[0].synchronize()
         assert model.table.weight[:, 0].tolist() == [0, 0, 0, -5.0, 0]  # type: ignore[union-attr,index]  # its table
         assert model.bias.tolist() == [-1.0] * 3  # type: ignore[operator]  # its parameter
-
-
-def test_synchronize_leaves_a_geo_trainer_its_own_copy(both: Callable[..., list[Served]]) -> None:
-    """Half of its own change is still in it alone; rows of another come by the exchange."""
-    with job(1, 2) as running:
-        (model, optimizer, first), (_, _, second) = (counting(running, rank, LATE) for rank in (0, 1))
-        add(model, optimizer, 3, 8.0, 0.0)
-        both(running, [first, second])[0].synchronize()
-        assert float(model.table.weight.detach()[3, 0]) == -8.0  # type: ignore[union-attr,operator]  # its table
-        assert float(running.table()[3, 0]) == -4.0
 
 
 @pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
@@ -101,23 +87,6 @@ def _mode(strategy: DistributedStrategy) -> str:
     return "synchronous" if not strategy.a_sync else "geo_sgd" if strategy.a_sync_configs.k_steps > 0 else "asynchronous"
 
 
-def test_geo_training_goes_on_from_a_pulled_model_as_the_algorithm_says() -> None:
-    """Alone, after it latest = old = server: the next exchange sends the next steps' changes, and nothing twice."""
-    with job(2, 2) as running:
-        (model, optimizer, first), (other, others, second) = (counting(running, rank, LATE) for rank in (0, 1))
-        add(model, optimizer, 0, 8.0, 8.0)
-        add(other, others, 0, 4.0, 4.0)
-        first.flush()
-        second.flush()
-        together(first.take_all, second.take_all)
-        for one in (model, other):
-            assert float(one.table.weight.detach()[0, 0]) == -6.0  # type: ignore[union-attr,operator]  # (8 + 4) / 2
-        add(model, optimizer, 0, 2.0, 2.0)
-        first.flush()
-        assert float(running.table()[0, 0]) == -7.0
-        assert running.dense().tolist() == [-7.0] * 3
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", [served(), LATE], ids=["asynchronous", "geo_sgd"])
 def test_the_servers_model_is_exported(strategy: DistributedStrategy, both: Callable[..., list[Served]], tmp_path: Path) -> None:
@@ -151,72 +120,6 @@ def test_the_servers_model_is_exported(strategy: DistributedStrategy, both: Call
         assert trainings[0].step == step + 1
 
 
-def test_a_name_that_is_none_of_an_exported_model_is_refused_before_anybody_waits(
-    both: Callable[..., list[Served]], tmp_path: Path
-) -> None:
-    """Rank 1 asks alone: it hears it at once, and does not wait for rank 0 at a barrier."""
-    with job(1, 2) as running:
-        trainings = [counting(running, rank, served())[2] for rank in (0, 1)]
-        with pytest.raises(ConfigError, match="not a name of an exported model"):
-            both(running, trainings)[1].save_inference_model(tmp_path / "model.onnx", (), None)
-
-
-def test_an_evaluation_does_not_make_the_next_step_look_stale() -> None:
-    """Rank 0 evaluates and reads all rows, rank 1 makes 5 updates, rank 0 pulls and steps: its gradient is of now.
-
-    One within a step, after an update of rank 1, does not make that step look fresher than it is.
-    """
-    with job(1, 2) as running:
-        model, other = Net(0), Net(1)
-        optimizer, others = (torch.optim.SGD(own.parameters(), lr=0.1) for own in (model, other))
-        first = running.trainer(0, model, optimizer, served())
-        second = running.trainer(1, other, others, served())
-        model.eval()
-        model(torch.tensor([[3, 4]]))
-        with torch.no_grad():
-            model(torch.tensor([[5, 6]]))
-        first.fetch()
-        model.train()
-        for batch in batches(5, 1):
-            gradient(other, batch)
-            others.step()
-            others.zero_grad()
-            second.flush()
-        first.flush()
-        gradient(model, batches(1, 2)[0])
-        optimizer.step()
-        first.flush()
-        assert dict(running.threads[0].server.report.staleness) == {0: 6}
-        gradient(model, batches(1, 2)[0])
-        gradient(other, batches(1, 2)[0])  # with the dense parameters of before rank 0's update
-        others.step()
-        second.flush()
-        with torch.no_grad():
-            model.eval()
-            model(torch.tensor([[3, 4]]))
-        optimizer.step()
-        first.flush()
-        assert dict(running.threads[0].server.report.staleness) == {0: 6, 1: 2}
-
-
-def test_a_look_up_without_gradients_is_no_part_of_a_step() -> None:
-    """In a loop that calls the model's parts alone, where nothing says that a step begins before its update: nor is reading all rows."""
-    with job(1, 2) as running:
-        model, optimizer, first = counting(running, 0, served())
-        other, others, second = counting(running, 1, served())
-        with torch.no_grad():
-            model.table(torch.tensor([1, 2]))  # type: ignore[operator]  # its table
-        first.fetch()
-        for _ in range(4):
-            add(other, others, 1, 1.0, 1.0)
-            second.flush()
-        first.flush()
-        model.table(torch.tensor([1]))  # type: ignore[operator]  # with gradients
-        add(model, optimizer, 1, 1.0, 1.0)
-        first.flush()
-        assert dict(running.threads[0].server.report.staleness) == {0: 5}
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [served(), LATE, SYNCHRONOUS], ids=["asynchronous", "geo_sgd", "synchronous"])
 @pytest.mark.parametrize("how", ["to", "assign", "replaced", "data"])
@@ -238,17 +141,6 @@ def test_a_model_that_was_moved_behind_fleet_is_refused(how: str, strategy: Dist
             model[0].weight.data = torch.ones(3, 2, 3, 3)
         with pytest.raises(ConfigError, match=r"(?s)parameter 0\.weight: is no more where it was.*before fleet\.distributed_model"):
             model(torch.ones(1, 2, 3, 3))
-
-
-def test_a_state_that_is_copied_into_the_model_is_no_move() -> None:
-    """``load_state_dict`` as it is by default, and ``eval``, change no storage."""
-    with job() as running:
-        model, optimizer, training = counting(running, 0, served())
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        model.eval().train().requires_grad_(True)
-        add(model, optimizer, 1, 1.0, 1.0)
-        training.flush()
-        assert float(running.table()[1, 0]) == -1.0
 
 
 def test_a_trainer_has_the_strategys_threads() -> None:

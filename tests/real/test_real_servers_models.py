@@ -9,10 +9,8 @@ import torch
 from server_job import SYNCHRONOUS, job, served, together
 from torch import nn
 
-from fleetbench.strategy import ASyncConfigs, DistributedStrategy
 from fleetbench.workloads.models.registry import LOSSES
 from fleetbench.workloads.models.sparse import NUM_CATEGORICAL, NUM_NUMERIC, SkipGram, WideDeep
-from fleetbench.workloads.training import sparse_weights
 
 ROWS, STEPS = 40, 8
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -160,84 +158,3 @@ def test_a_bags_rows_are_pulled_whatever_way_they_are_named() -> None:
         assert model(rows, offsets).tolist() == [[-3.0, -3.0], [0.0, 0.0], [-3.0, -3.0]]
         assert model.bag.weight[:, 0].tolist() == [0.0, -1.0, 0.0, 0.0, -2.0, -1.0]
         training.finish()
-
-
-def planted(name: str, seed: int, num: int) -> list[Batch]:
-    """Batches with something to learn: neighbours are of the same quarter of the words, clicks follow from odd and even categories."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(num):
-        if name == "word2vec":
-            middle = torch.randint(0, ROWS, (16, 1), generator=generator)
-            neighbour = middle // 10 * 10 + torch.randint(0, 10, (16, 1), generator=generator)
-            found.append((torch.cat([middle, neighbour, torch.randint(0, ROWS, (16, 3), generator=generator)], 1), torch.zeros(16)))
-        else:
-            numbers = torch.rand(16, NUM_NUMERIC, generator=generator, dtype=torch.float64)
-            rows = torch.randint(0, ROWS, (16, NUM_CATEGORICAL), generator=generator)
-            found.append((torch.cat([numbers, rows.double()], 1), ((rows % 2).sum(1) > NUM_CATEGORICAL // 2).long()))
-    return found
-
-
-@torch.no_grad()
-def loss_of(name: str, model: nn.Module, some: list[Batch]) -> float:
-    """Mean over batches."""
-    return sum(float(LOSSES[name](model(samples), labels)) for samples, labels in some) / len(some)
-
-
-def learn(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, some: list[Batch]) -> None:
-    """The usual loop."""
-    for batch in some:
-        optimizer.zero_grad()
-        gradient(name, model, batch)
-        optimizer.step()
-
-
-def reached(name: str, k_steps: int, seed: int) -> float:
-    """What two trainers on two servers take off the held-out loss, over what one process takes off it by as many updates.
-
-    A step of a trainer is an update: in GeoSGD half of it goes out in the next exchange, and nearly all of the rest in those after that.
-    """
-    updates, rate = (160, 3.0) if name == "word2vec" else (160, 0.1)
-    held_out = planted(name, 900 + seed, 20)
-    alone = made(name)
-    begun = loss_of(name, alone, held_out)
-    learn(name, alone, torch.optim.SGD(alone.parameters(), lr=rate), planted(name, 3 * seed, updates))
-    with job(2, 2) as running:
-
-        def work(rank: int) -> None:
-            model = made(name)
-            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-            strategy = DistributedStrategy(mode="ps", a_sync=True, a_sync_configs=ASyncConfigs(k_steps=k_steps))
-            training = running.trainer(rank, model, optimizer, strategy)
-            learn(name, model, optimizer, planted(name, 3 * seed + 1 + rank, updates // 2))
-            training.finish()
-
-        together(lambda: work(0), lambda: work(1))
-        running.reports()
-        served_model = made(name)
-        sparse = sparse_weights(served_model)
-        tables, dense = 0, []
-        for own, parameter in served_model.named_parameters():
-            if own in sparse:
-                parameter.data = running.table(tables)
-                tables += 1
-            else:
-                dense.append(parameter)
-        nn.utils.vector_to_parameters(running.dense(), dense)
-    return (begun - loss_of(name, served_model, held_out)) / (begun - loss_of(name, alone, held_out))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "k_steps"),
-    [
-        pytest.param("word2vec", 0, id="word2vec, asynchronous"),
-        pytest.param("word2vec", 5, id="word2vec, geo_sgd", marks=pytest.mark.whole),
-        pytest.param("wide_deep", 0, id="wide_deep, asynchronous", marks=pytest.mark.whole),
-        pytest.param("wide_deep", 5, id="wide_deep, geo_sgd"),
-    ],
-)
-def test_over_seeds_servers_reach_what_one_process_reaches(name: str, k_steps: int) -> None:
-    """In the mean of four seeds the held-out loss falls as far as plain torch brings it, within a tenth."""
-    found = [reached(name, k_steps, seed) for seed in range(4)]
-    assert 0.9 < sum(found) / len(found) < 1.1

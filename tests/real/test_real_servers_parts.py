@@ -2,101 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fleetbench.errors import ConfigError
-from fleetbench.plan.servers.rules import ServerRules, Table
-from fleetbench.workloads.server_updates import OPTIONS, ROW, Layout, Updates, add_rows
+from fleetbench.plan.servers.rules import ServerRules, Shards, Table
+from fleetbench.workloads.server_updates import OPTIONS, Change, Updates
 from real.servers.checkpoints import load_shard, shard_path, write_shard
-from real.servers.parameters import VERSION, Shard, Spec
-from real.servers.wire import Head, WireError, decode, encode
+from real.servers.parameters import Shard, Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse optimizers do not opt
 
-GEO = ServerRules(mode="geo_sgd", trainers=3, servers=1, k_steps=4)
 
-
-def spec(**changes: object) -> Spec:
+def spec(servers: int = 1, **changes: object) -> Spec:
     """A model with 5 dense numbers and a table of 6 rows of 2."""
     fields: dict[str, object] = {
-        "rules": ServerRules(mode="asynchronous", trainers=3, servers=1),
-        "dense": 5,
-        "tables": (Table(name="words.weight", rows=6, width=2),),
+        "rules": ServerRules(mode="asynchronous", trainers=3, servers=servers),
+        "shards": Shards(servers=servers, dense=5, tables=(Table(name="words.weight", rows=6, width=2),)),
+        "dense": ("bias 5",),
         "dtype": "float32",
         "optimizer": "sgd",
         "options": OPTIONS["sgd"],
-        "names": ("bias",),
-        "sizes": (5,),
     }
     return Spec(**{**fields, **changes})  # type: ignore[arg-type]  # its fields
 
 
-def frames(parts: list[bytes | memoryview]) -> list[zmq.Frame]:
-    """As they come off a socket."""
-    return [zmq.Frame(bytes(part)) for part in parts]
-
-
-def push(dense: list[float], rows: list[int], values: list[list[float]], rate: float = 1.0) -> tuple[Head, list[memoryview]]:
-    """A push off the wire."""
-    tensors = [np.zeros(1, VERSION), np.array(dense, np.float32), np.array(rows, ROW), np.array(values, np.float32).reshape(len(rows), 2)]
-    return decode(frames(encode(Head("gradient", rate=rate), tensors)))
-
-
-@given(
-    kind=st.sampled_from(("join", "gradient", "refused")),
-    counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 3),
-    rate=st.floats(allow_nan=False),
-    bodies=st.lists(st.binary(max_size=40), max_size=5),
-)
-def test_a_message_survives_the_wire(  # the fields of a head
-    kind: str, counts: tuple[int, int, int], rate: float, bodies: list[bytes]
-) -> None:
-    """Whatever a head says, and whatever tensors follow it, comes out as it went in."""
-    head = Head(kind, *counts[:2], rate=rate, count=counts[2])
-    back, tensors = decode(frames(encode(head, bodies)))
-    assert back == head
-    assert [bytes(tensor) for tensor in tensors] == bodies
-
-
-@pytest.mark.parametrize("coalesced", [True, False])
-def test_a_change_keeps_nothing_of_the_gradients_memory(coalesced: bool) -> None:
-    """A sender reads it while the next backward may write: rows, sorted or not, and a single dense gradient are copies."""
-    table, dense = torch.zeros(4, 2), torch.zeros(3)
-    rows = torch.sparse_coo_tensor([[1, 3]], [[1.0, 2.0], [3.0, 4.0]], (4, 2))
-    gradients = [rows.coalesce() if coalesced else rows, torch.ones(3)]
-    change = Layout({"table": table, "dense": dense}, {"table"}).change(gradients)
-    gradients[0]._values().fill_(9)
-    gradients[1].fill_(9)
-    assert change.dense is not None
-    assert change.dense.tolist() == [1, 1, 1]
-    assert [part.tolist() for part in change.tables[0]] == [[1, 3], [[1, 2], [3, 4]]]
-
-
-def test_a_tensor_travels_uncopied() -> None:
-    """What is sent lies in the tensor's own memory, and it comes out whole."""
-    tensor = np.arange(1000, dtype=np.float32)
-    parts = encode(Head("gradient"), [tensor, np.ones(3)])
-    assert [len(part) for part in parts[1:]] == [4000, 24]
-    assert np.shares_memory(np.frombuffer(parts[1], np.float32), tensor)
-    _, (whole, small) = decode(frames(parts))
-    assert np.array_equal(np.frombuffer(whole, np.float32), tensor)
-    assert len(small) == 24
-
-
-@given(parts=st.lists(st.binary(max_size=120), min_size=1, max_size=4))
-def test_another_protocol_is_no_message(parts: list[bytes]) -> None:
-    """Nor is another version of this one: the one error that a server passes over."""
-    for text in (parts[0], bytes(encode(Head("pull"))[0]).replace(b"FBPS 8", b"FBPS 7")):
-        with pytest.raises(WireError):
-            decode([zmq.Frame(text), *map(zmq.Frame, parts[1:])])
+def push(dense: list[float], rows: list[int], values: list[list[float]]) -> Change:
+    """A push at a learning rate of 0.1."""
+    return Change(torch.tensor(dense), [(torch.tensor(rows), torch.tensor(values))], 0.1)
 
 
 TORCH = {
@@ -187,69 +123,21 @@ def test_rows_under_momentum_and_adam_are_torchs_row_by_row(name: str, decay: fl
     assert not np.allclose(held[[0, 3, 5]], start[[0, 3, 5]], atol=0.01)
 
 
-def test_the_sum_of_several_trainers_is_added_in_their_order() -> None:
-    """Synchronous: dense numbers and rows of three pushes, over three, bit for bit as written out in float32."""
-    shard = Shard(spec(), 0)
-    own = [
-        ([0.1, 0, 0, 0, 1e8], [1, 4], [[0.1, 1], [2, 2]]),
-        ([0.2, 0, 0, 0, 1.0], [4], [[0.3, 3]]),
-        ([0.3, 0, 0, 0, -1e8], [0, 4], [[5, 5], [0.7, 7]]),
-    ]
-    shard.update([shard.read_push(*push(*one)) for one in own], 3)
-    f = np.float32
-    assert shard.dense[0] == -(f(0.1) + f(0.2) + f(0.3)) / f(3)
-    assert shard.dense[4] == -((f(1e8) + f(1.0)) + f(-1e8)) / f(3)
-    assert shard.tables[0][4, 0] == -((f(2) + f(0.3)) + f(0.7)) / f(3)
-    assert np.array_equal(shard.tables[0][:2], -np.array([[5, 5], [0.1, 1]], np.float32) / f(3))
-
-
-@given(st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4))
-def test_sums_of_rows_are_the_dense_sums(parts: list[set[int]]) -> None:
-    """Rows that several parts hold are added, and the others come through."""
-    dense = np.zeros((10, 2))
-    sparse = []
-    for number, rows in enumerate(parts, 1):
-        values = np.full((len(rows), 2), float(number))
-        sparse.append((torch.from_numpy(np.array(sorted(rows), ROW)), torch.from_numpy(values)))
-        dense[sorted(rows)] += values
-    rows, values = add_rows(sparse)
-    back = np.zeros((10, 2))
-    back[rows] = values
-    assert np.array_equal(back, dense)
-    assert list(rows) == sorted(set().union(*parts))
-
-
-def test_each_trainer_pulls_what_others_changed_and_once() -> None:
-    """A row changed by one is news for the other two."""
-    shard = Shard(spec(rules=GEO), 0)
-    first, second = (shard.read_push(*push([0] * 5, rows, [[1, 1]] * len(rows))) for rows in ([1, 4], [2]))
-    shard.accumulate(first)
-    shard.mark(0, first)
-    assert list(shard.parameters(0)[1]) == []
-    _, rows, values = shard.parameters(1)
-    assert (list(rows), values.tolist()) == ([1, 4], [[1, 1], [1, 1]])
-    shard.accumulate(second)
-    shard.mark(2, second)
-    assert list(shard.parameters(1)[1]) == [2]
-    assert list(shard.parameters(1)[1]) == []
-    assert list(shard.parameters(2)[1]) == [1, 4]
-
-
 @pytest.mark.parametrize("optimizer", OPTIONS)
 def test_a_shard_survives_its_checkpoint(optimizer: str, tmp_path: Path) -> None:
     """Parameters, the optimizer's state and the number of updates come back, and the next update goes on as if nothing had been."""
     described = spec(optimizer=optimizer, options=OPTIONS[optimizer])
     shard, never_saved = Shard(described, 0), Shard(described, 0)
-    steps = [push([1, -2, 3, 0, 5], [1, 4], [[1, 2], [3, 4]], 0.1), push([0, 1, 1, 1, 1], [4], [[9, 9]], 0.1)]
-    shard.update([shard.read_push(*steps[0])], 1)
+    steps = [push([1.0, -2, 3, 0, 5], [1, 4], [[1.0, 2], [3, 4]]), push([0.0, 1, 1, 1, 1], [4], [[9.0, 9]])]
+    shard.update([steps[0]], 1)
     assert write_shard(tmp_path, shard, 7) == ""
     back = load_shard(tmp_path, 0, 1)
     assert back is not None
     held, version = back
     assert version == 7
     for step in steps:
-        never_saved.update([never_saved.read_push(*step)], 1)
-    held.update([held.read_push(*steps[1])], 1)
+        never_saved.update([step], 1)
+    held.update([steps[1]], 1)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(held.arrays, never_saved.arrays, strict=True))
     assert list(tmp_path.iterdir()) == [shard_path(tmp_path, 0, 1)]
 
@@ -263,8 +151,3 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     shard_path(tmp_path, 0, 1).write_bytes(b"x" * 100)
     with pytest.raises(ConfigError, match="shard-00000"):
         load_shard(tmp_path, 0, 1)
-    two = spec(rules=dataclasses.replace(spec().rules, servers=2))
-    write_shard(tmp_path, Shard(two, 1), 1)
-    shard_path(tmp_path, 1, 2).rename(shard_path(tmp_path, 0, 2))
-    with pytest.raises(ConfigError, match="server 1"):
-        load_shard(tmp_path, 0, 2)

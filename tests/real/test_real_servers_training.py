@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from server_job import SYNCHRONOUS, Job, add_gradients, job, served, together
 
-from fleetbench.errors import ConfigError, WorkerFailed
+from fleetbench.errors import ConfigError
 from fleetbench.plan.replay import Recording
 from fleetbench.strategy import DistributedStrategy
-from real.servers.links import Answer, Links, TrainerOptions
+from real.servers.links import Options
 from real.servers.served_training import ServedTraining
 
 WORDS = 11
@@ -37,14 +35,6 @@ class Net(torch.nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """One number a sample."""
         return self.out(torch.tanh(self.hidden(self.words(ids).mean(1))))[:, 0]
-
-
-class Dense(Net):
-    """The same with a dense gradient for its embedding, for optimizers without sparse ones."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-        self.words.sparse = False
 
 
 def batches(num: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -71,69 +61,6 @@ def train(model: Net, optimizer: torch.optim.Optimizer, some: list[tuple[torch.T
 def all_of(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-OPTIMIZERS: dict[str, tuple[type[Net], Callable[..., torch.optim.Optimizer]]] = {
-    "sgd": (Net, lambda p: torch.optim.SGD(p, lr=0.1)),
-    "adagrad": (Net, lambda p: torch.optim.Adagrad(p, lr=0.1)),
-    "momentum": (Dense, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
-    "adam": (Dense, lambda p: torch.optim.Adam(p, lr=0.1)),
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("num_servers", [1, 3])
-def test_alone_and_waiting_asynchronous_training_is_plain_training(name: str, num_servers: int) -> None:
-    """One trainer that waits for its own push and pull ends where torch ends, to 1e-6, on one server and on three."""
-    kind, make = OPTIMIZERS[name]
-    plain, model = kind(), kind()
-    train(plain, make(plain.parameters()), batches(12, 1), lambda: None)
-    with job(num_servers) as running:
-        optimizer = make(model.parameters())
-        training = running.trainer(0, model, optimizer, served())
-        train(model, optimizer, batches(12, 1), training.flush)
-        training.fetch()
-        assert torch.allclose(all_of(model), all_of(plain), rtol=0, atol=1e-6)
-        assert not torch.allclose(all_of(model), all_of(kind()), rtol=0, atol=1e-2)
-        training.finish()
-        (stale,) = {tuple(report.staleness.items()) for report in running.reports()}
-        assert stale == ((0, 12),)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("name", "num_servers"), [("sgd", 1), ("sgd", 2), ("momentum", 2), ("adam", 2)])
-def test_synchronous_training_is_training_by_the_mean_gradient(name: str, num_servers: int) -> None:
-    """Three trainers end every step with the parameters of one process that averages their three gradients, as an all-reduce does."""
-    kind, make = OPTIMIZERS[name]
-    plain = kind()
-    optimizer = make(plain.parameters())
-    own = [batches(6, 10 + rank) for rank in range(3)]
-    expected = []
-    for step in range(6):
-        optimizer.zero_grad()
-        for rank in range(3):
-            ((plain(own[rank][step][0]) - own[rank][step][1]).square().mean() / 3).backward()
-        optimizer.step()
-        expected.append(all_of(plain))
-    with job(num_servers, 3) as running:
-
-        def work(rank: int) -> None:
-            model = kind(seed=rank)  # which only rank 0's counts
-            ours = make(model.parameters())
-            training = running.trainer(rank, model, ours, SYNCHRONOUS)
-            for step in range(6):
-                ours.zero_grad()
-                gradient(model, own[rank][step])
-                ours.step()
-                training.barrier()
-                training.fetch()
-                assert torch.allclose(all_of(model), expected[step], rtol=0, atol=1e-6)
-                training.barrier()
-            training.finish()
-
-        together(*[lambda rank=rank: work(rank) for rank in range(3)])
-        assert [report.updates for report in running.reports()] == [6] * num_servers
 
 
 def counting(
@@ -180,28 +107,6 @@ def test_a_real_run_replays_to_the_same_operations(strategy: DistributedStrategy
         assert recording.replayed() == [operations for _, _, operations in recording.log]
 
 
-def test_a_server_with_a_checkpoint_is_recorded_from_it(tmp_path: Path) -> None:
-    """What the next job's server heard, told to a fresh role in the saved state, gives the operations that were executed."""
-    with job() as running:
-        model, optimizer, training = counting(running, 0, served())
-        add(model, optimizer, 0, 1.0, 1.0)
-        training.flush()
-        training.save(tmp_path)
-        training.finish()
-        running.reports()
-        running.threads[0] = running.start(0, restore=tmp_path)
-        model, optimizer, training = counting(running, 0, served())
-        add(model, optimizer, 1, 1.0, 1.0)
-        training.finish()
-        running.reports()
-        role = running.threads[0].server.role
-        assert role is not None
-        recording = Recording.from_dict(json.loads(json.dumps(role.recording().to_dict())))
-    assert recording.initial.version == 1  # type: ignore[union-attr]  # a server's
-    assert recording.replayed() == [operations for _, _, operations in recording.log]
-    assert [operation.kind for operation in recording.log[0][2]] != []
-
-
 @pytest.mark.parametrize("index", [-1, WORDS])
 def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) -> None:
     """At once, torch's own error; training goes on with other indices."""
@@ -218,43 +123,6 @@ def test_an_index_that_the_table_does_not_have_raises_as_in_torch(index: int) ->
         optimizer.step()
         training.finish()
         running.reports()
-
-
-def test_a_beginning_that_fails_half_way_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no sender: all sockets are closed, so that the process can end."""
-    made: list[Links] = []
-
-    def fail(links: Links, *_rest: object, **_named: object) -> None:
-        made.append(links)
-        raise WorkerFailed("has not answered within 1 s", "server 0")
-
-    monkeypatch.setattr("real.servers.served_training.Sender", fail)
-    with job() as running:
-        with pytest.raises(WorkerFailed, match="has not answered"):
-            counting(running, 0, served())
-        assert all(link.socket.closed for links in made for link in links._links)
-        assert len(made) == 1
-        together(running.trainings[0].close)
-
-
-def test_look_ups_read_what_others_pushed() -> None:
-    """A forward finds the rows that the other trainer changed after its last pull, also within eval and only those it reads."""
-    with job(2, 2) as running:
-        models = [Net(), Net()]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-        trainings = [running.trainer(rank, models[rank], optimizers[rank], served()) for rank in (0, 1)]
-        before = models[1].words.weight.detach().clone()
-        gradient(models[0], (torch.tensor([[3, 4]]), torch.tensor([9.0])))
-        optimizers[0].step()
-        trainings[0].flush()
-        assert torch.equal(models[1].words.weight, before)
-        models[1].eval()
-        models[1](torch.tensor([[3, 0]]))
-        after = models[1].words.weight.detach()
-        assert not torch.allclose(after[3], before[3], atol=1e-3)
-        assert torch.equal(after[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
-        for training in trainings:
-            training.finish()
 
 
 def test_a_model_that_servers_cannot_hold_is_refused() -> None:
@@ -280,14 +148,6 @@ def test_a_model_that_servers_cannot_hold_is_refused() -> None:
             running.trainer(0, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), served(4))
 
 
-def test_an_optimizer_of_another_kind_is_refused_before_its_options(capfd: pytest.CaptureFixture[str]) -> None:
-    """AdamW decays weights, which embeddings do not allow; without a decay it would be refused all the same, so its kind is named."""
-    model = Net()
-    with job() as running, pytest.raises(ConfigError, match="is no optimizer of a server"):
-        running.trainer(0, model, torch.optim.AdamW(model.parameters(), lr=0.1), served())
-    assert "k_steps" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("momentum", "chosen"), [(0.0, "GeoSGD with k_steps = 800"), (0.9, "asynchronous; GeoSGD is for SGD")])
 def test_the_first_trainer_says_what_was_chosen(momentum: float, chosen: str, capfd: pytest.CaptureFixture[str]) -> None:
     """``k_steps = -1`` is a choice that only the optimizer decides."""
@@ -303,7 +163,7 @@ def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) ->
     """Servers would train rows that ``max_norm`` never shortened; in GeoSGD, and untrained, it is the trainer's own business."""
     model = torch.nn.Sequential(torch.nn.Embedding(4, 2, max_norm=1.5, sparse=sparse), torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = TrainerOptions(rank=0, endpoints=("127.0.0.1:9",))
+    options = Options(number=0, endpoints=("127.0.0.1:9",))
 
     def attach(strategy: DistributedStrategy) -> None:
         training = ServedTraining(model, strategy, options)
@@ -317,25 +177,6 @@ def test_an_embedding_whose_forward_changes_its_rows_is_refused(sparse: bool) ->
     model[0].weight.requires_grad_(False)  # type: ignore[union-attr,operator]  # its parameter
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     attach(served())
-
-
-def test_a_trainer_that_waits_for_rows_hears_that_its_sender_has_failed() -> None:
-    """It raises what ended the sender, where it would wait for rows for as long as the other servers answer its beats."""
-    with job() as running:
-        model, _, training = counting(running, 0, served())
-        links, sender = training._links, training._joined()
-        polls: list[float] = []
-
-        def poll(timeout_s: float) -> list[Answer]:
-            polls.append(timeout_s)
-            sender.failure = WorkerFailed("has been silent for 30 s", "server 1")
-            assert len(polls) < 3
-            return []
-
-        links.poll = poll  # type: ignore[method-assign, assignment]  # no rows come
-        with pytest.raises(WorkerFailed, match="server 1: has been silent"):
-            model.table(torch.tensor([1]))  # type: ignore[operator]  # its table
-        assert len(polls) == 1
 
 
 def test_options_that_change_on_the_way_are_refused() -> None:
@@ -367,19 +208,6 @@ def test_options_that_change_on_the_way_are_refused() -> None:
         training.finish()
         running.reports()
         assert torch.equal(running.dense(), begun - 0.25)
-
-
-def test_a_cycle_of_the_momentum_is_refused() -> None:
-    """OneCycleLR moves momentum and rate together unless it is told not to, and the error says how."""
-    with job() as running:
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-        running.trainer(0, model, optimizer, served())
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9)
-        add_gradients(model, 1.0)
-        with pytest.raises(ConfigError, match="has momentum = ") as raised:
-            optimizer.step()
-        assert "cycle_momentum=False" in str(raised.value)
 
 
 def test_what_the_loss_does_not_reach_has_a_gradient_of_zeros() -> None:

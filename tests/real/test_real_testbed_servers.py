@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,13 +14,10 @@ from test_real_testbed import _networks
 
 from fleetbench.errors import EnvironmentLacks, WorkerFailed
 from fleetbench.experiment import Experiment
-from fleetbench.profile import Profile
 from fleetbench.workloads.models.registry import build_model
 from real.job.session import Session, measure
 from real.leg import Leg
-from real.processes.place import sweep
 from real.profile.measuring import _quiet
-from real.servers.leg_servers import LegServers
 from real.supported import refuse_unsupported
 from real.testbed import noise
 from real.testbed.network import Network
@@ -76,41 +70,6 @@ def networks_of(children: list[psutil.Process]) -> dict[str, str]:
     servers = {f"server {process.cmdline()[-1]}": process for process in found("real.servers.leg_servers", children)}
     ranks = {f"rank {process.environ()['RANK']}": process for process in found("real.workloads.train", children)}
     return {name: os.readlink(f"/proc/{process.pid}/ns/net") for name, process in (servers | ranks).items()}  # noqa: PTH115  # a magic link, not a path
-
-
-IMPOSTOR = """
-import json, sys
-from pathlib import Path
-number, host, *program = sys.argv[1:]
-folder = Path(program[-2])
-spec = json.loads((folder / "servers.json").read_text())
-(folder / f"server{program[-1]}.json").write_text(json.dumps({"host": host, "number": number, "endpoint": spec["endpoints"][int(number)]}))
-"""
-
-
-def test_every_server_is_led_to_its_host(tmp_path: Path) -> None:
-    """Who starts servers says by which command each becomes one, and where it listens; its report is found after that."""
-    servers = LegServers(
-        tmp_path / "leg",
-        tmp_path / "log",
-        ["10.77.0.3:6170", "10.77.0.4:6170"],
-        enter=lambda server, program: [sys.executable, "-c", IMPOSTOR, str(server), f"host{2 + server}", *program],
-        environment={},
-        trainers=2,
-    )
-    try:
-        servers.start()
-        assert servers.end() == [
-            {"host": "host2", "number": "0", "endpoint": "10.77.0.3:6170"},
-            {"host": "host3", "number": "1", "endpoint": "10.77.0.4:6170"},
-        ]
-    finally:
-        servers.kill()
-
-
-def test_servers_that_never_started_are_killed_without_a_word(tmp_path: Path) -> None:
-    """A driver that is interrupted between the two has nothing to end."""
-    LegServers(tmp_path / "leg", tmp_path / "log", ["10.77.0.3:6170"], trainers=1, environment={}).kill()
 
 
 def test_a_profile_is_taken_without_servers() -> None:
@@ -196,59 +155,3 @@ def test_a_killed_server_is_named_and_nothing_stays(tmp_path: Path, monkeypatch:
     assert happened
     assert not found("real.servers.leg_servers", psutil.Process().children(recursive=True))
     assert _gone(before)
-
-
-BOX = """
-name = "box"
-workload = { model = "digits_mlp", steps = 20_000, profile = "PROFILE" }
-cluster = { nodes = 2, servers = 2, inter = { bandwidth = "40 Mbit/s" } }
-strategy = { mode = "ps", a_sync = true, a_sync_configs = { k_steps = 0 } }
-run = { launcher = "testbed" }
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "sent", [signal.SIGINT, *(pytest.param(other, marks=pytest.mark.whole) for other in (signal.SIGTERM, signal.SIGKILL))]
-)
-@pytest.mark.usefixtures("namespaces")
-def test_a_struck_driver_leaves_no_server_and_no_namespace(sent: signal.Signals, tmp_path: Path) -> None:
-    """``fleetbench real`` in the middle of training: interrupted it ends with 130; killed, the next start sweeps what it left."""
-    before = _networks()
-    Profile(machine="by hand", created="2026-01-01", tables=()).save(tmp_path / "profile.toml")  # that none is taken first
-    experiment = tmp_path / "box.toml"
-    experiment.write_text(BOX.replace("PROFILE", str(tmp_path / "profile.toml")), encoding="utf-8")
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "fleetbench", "real", str(experiment), "--out", str(tmp_path / "runs")],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    children: list[psutil.Process] = []
-    try:
-        deadline = time.monotonic() + 120
-        while not {"server 0", "server 1"} <= set(networks_of(children)):
-            assert driver.poll() is None, driver.communicate()
-            assert time.monotonic() < deadline, "training never started"
-            time.sleep(0.2)
-            children = psutil.Process(driver.pid).children(recursive=True)
-        time.sleep(1)
-        children = psutil.Process(driver.pid).children(recursive=True)
-        assert _networks() - before
-        driver.send_signal(sent)
-        _, errors = driver.communicate(timeout=60)
-    finally:
-        driver.kill()
-        driver.wait()
-    assert driver.returncode == (130 if sent != signal.SIGKILL else -signal.SIGKILL), errors
-    _, alive = psutil.wait_procs(children, timeout=10)
-    for process in alive:
-        process.kill()
-    assert not alive
-    assert _gone(before)
-    left = list(tmp_path.glob("fleetbench-*"))
-    assert len(left) == (sent == signal.SIGKILL)
-    sweep(tmp_path)
-    assert not list(tmp_path.glob("fleetbench-*"))

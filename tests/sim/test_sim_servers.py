@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from fractions import Fraction
 from math import factorial
 from typing import Any
 
@@ -173,16 +172,6 @@ def test_the_queue_is_the_machine_repairmans(trainers: int, service_ms: int) -> 
     assert found["utilisation"] == pytest.approx(1 - idle, rel=0.03)
 
 
-@pytest.mark.parametrize("trainers", [1, 2, 4, 5, 6, 12])
-def test_throughput_is_the_closed_loops_bound(trainers: int) -> None:
-    """Constant times: min(N / (think + service), 1 / service), so every cycle but the first is max(think + service, N service) long."""
-    think_ns, service_ns = 8 * MS, 2 * MS
-    closed = job(trainers, think_ns=think_ns, steps=20, costs=Linear(push_ns=service_ns), has_dense=False, waits_each_step=True)
-    execution = execute(closed)
-    cycles = {record.end_ns - record.start_ns for record in execution.records if record.step > 1}
-    assert cycles == {max(think_ns + service_ns, trainers * service_ns)}
-
-
 def arrivals(made: Job) -> list[tuple[int, int]]:
     """When each push has arrived whole, in ns, by trainer; servers work on it in no time."""
     made = dataclasses.replace(made, costs=Linear())
@@ -233,14 +222,6 @@ def test_a_full_queue_slows_the_trainer_to_the_servers_pace() -> None:
     assert wall_ns(execution) == MS + 20 * 5 * MS
 
 
-def test_asynchronous_trainers_compute_while_they_push() -> None:
-    """A push, its update and a pull take 0.9 ms, hidden behind a millisecond of thinking but for the last; gradients are one update old."""
-    made = job(1, steps=20, costs=Linear(push_ns=400_000), traffic=Traffic(servers=1, dense_bytes=250_000))
-    execution = execute(made)
-    assert wall_ns(execution) == 20 * MS + 900_000
-    assert execution.loads[0].staleness == Counter({0: 1, 1: 19})
-
-
 def test_synchronous_steps_are_as_long_as_their_parts() -> None:
     """The slowest trainer's compute, pushes and answers that share the server's link, one update: 2 + 6 + 4 + 6 ms, nothing stale."""
     traffic = Traffic(servers=1, dense_bytes=3 * MS)
@@ -271,26 +252,6 @@ def test_synchronous_trainers_wait_for_the_slowest_and_for_their_servers(tables:
         )
 
 
-@pytest.mark.parametrize("mode", [{"mode": "asynchronous"}, {"mode": "geo_sgd", "k_steps": 2}], ids=["asynchronous", "geo_sgd"])
-def test_in_the_other_modes_nobody_waits_for_a_trainer(mode: dict[str, Any]) -> None:
-    """One that is slow keeps nobody: all waiting is for servers."""
-    table = steps_table(
-        execute(job(2, steps=4, traffic=Traffic(servers=1, dense_bytes=9 * MS), draws=((0,) * 4, (2 * ONE,) * 4), **mode)).records
-    )
-    assert table["wait_s"].sum() == 0
-    assert table["exposed_comm_s"].sum() > 0
-    assert table["arrival_s"].isna().all()
-
-
-def test_geo_sgd_exchanges_while_training_goes_on() -> None:
-    """An exchange of 3 + 3 ms every 10 steps of 1 ms costs the last step alone anything; one of 8 + 8 ms makes the trainer wait."""
-    hidden = execute(job(1, mode="geo_sgd", k_steps=10, steps=50, traffic=Traffic(servers=1, dense_bytes=3 * MS)))
-    assert [record.end_ns - record.start_ns for record in hidden.records] == [MS] * 49 + [7 * MS]
-    slow = execute(job(1, mode="geo_sgd", k_steps=10, steps=200, traffic=Traffic(servers=1, dense_bytes=8 * MS)))
-    begun = [record.start_ns for record in slow.records]
-    assert begun[150] - begun[50] == 100 * MS + 10 * 6 * MS
-
-
 def test_geo_sgd_pulls_what_others_have_changed() -> None:
     """An answer to a pull carries dense parameters whole, and the rows of the steps that others have pushed since the last one."""
     table = TouchedRows(rows=1000, row_bytes=8, draws=10.0, number_bytes=8)
@@ -312,44 +273,6 @@ def test_geo_sgd_pulls_what_others_have_changed() -> None:
     assert seen["send"] == [two] * 6
 
 
-@pytest.mark.parametrize("trainers", [1, 2, 4])
-def test_geo_sgds_exchanges_bring_an_update_to_the_server_geometrically(trainers: int) -> None:
-    """A unit that one of N trainers adds before its first exchange: the server holds 1 - (1 - 1/N)^j of it after its j-th."""
-    server, latest, old = Fraction(0), Fraction(1), Fraction(0)
-    under_way: deque[Fraction] = deque()
-    answers: deque[Fraction] = deque()
-    held: list[Fraction] = []
-
-    def watch(role: str, rank: int, operation: Operation) -> None:
-        nonlocal server, latest, old
-        mine = rank == 0 if role == "sender" else operation.rank == 0
-        if role == "sender" and mine and operation.kind == "merge":
-            delta = (latest - old) / operation.divisor
-            old += delta
-            under_way.append(delta)
-        elif role == "server" and mine and operation.kind == "accumulate":
-            server += under_way.popleft()
-            held.append(server)
-        elif role == "server" and mine and operation.payload == "parameters":
-            answers.append(server)
-        elif role == "sender" and mine and operation.kind == "install":
-            value = answers.popleft()
-            latest, old = latest + value - old, value
-
-    execute(watched(job(trainers, mode="geo_sgd", k_steps=5, steps=30, traffic=Traffic(servers=1, dense_bytes=10)), watch))
-    assert held[:6] == [1 - (1 - Fraction(1, trainers)) ** j for j in range(1, 7)]
-
-
-def test_touched_rows_are_counted_in_the_mean() -> None:
-    """The mean number of different rows of random draws, over 400 trials, within five standard errors; all of them in the end."""
-    table = TouchedRows(rows=200, row_bytes=4, draws=30.0)
-    generator = np.random.default_rng(0)
-    for steps in (1, 5):
-        trials = [len(set(generator.choice(200, 30 * steps).tolist())) for _ in range(400)]
-        assert abs(np.mean(trials) - table.distinct(steps)) < 5 * np.std(trials) / 20
-    assert table.distinct(10**6) == pytest.approx(200)
-
-
 def test_a_layer_tables_sparse_gradients_are_touched_in_part() -> None:
     """Dense gradients whole; of 1,000 sparse numbers a step touches 100, two steps 190; touched numbers that nobody knows are all."""
     gradients = [
@@ -361,12 +284,6 @@ def test_a_layer_tables_sparse_gradients_are_touched_in_part() -> None:
     assert [traffic.push(steps) for steps in (1, 2)] == [4 * (50 + 100 + 30), 4 * (50 + 190 + 30)]
     assert traffic.push(0) == 200
     assert traffic_of(gradients, 2).push(1) == 360
-
-
-def test_rows_whose_width_is_known_bring_their_numbers() -> None:
-    """Of 500 rows of 2 elements a step touches 50, two steps 95; a row takes 8 bytes, and 4 that name it."""
-    gradient = Gradient(name="b.weight", numel=1000, sparse=True, touched=100, width=2, ready=Nanoseconds(0))
-    assert [traffic_of([gradient], 1).push(steps) for steps in (1, 2)] == [50 * 12, 95 * 12]
 
 
 def test_rows_are_looked_up_before_the_forward() -> None:
@@ -383,33 +300,3 @@ def test_rows_are_looked_up_before_the_forward() -> None:
     assert {record.stall_ns for record in execution.records} == {look_up_ns + push_ns}
     assert {record.bytes_sent for record in execution.records} == {round(rows * 100) + round(rows * 1000)}
     assert execution.loads[0].staleness == Counter({0: 3})
-
-
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous", "geo_sgd"])
-def test_recorded_roles_replay_to_the_same_operations(mode: str) -> None:
-    """Events of every role of a simulated run, fed to a fresh state, give the recorded operations; and a second run is the first."""
-    table = TouchedRows(rows=1000, row_bytes=64, draws=50.0)
-    extra = {"k_steps": 3} if mode == "geo_sgd" else {"max_merge": 2, "pushes_in_flight": 2} if mode == "asynchronous" else {}
-    made = job(
-        3,
-        mode=mode,
-        servers=2,
-        steps=12,
-        draws=thinks(3, 12),
-        traffic=Traffic(servers=2, dense_bytes=10**5, tables=(table,)),
-        costs=Linear(push_ns=MS // 4, merge_ns=MS // 20, install_ns=MS // 30, update_ns=MS // 10),
-        **extra,
-    )
-    execution = execute(made, record=True)
-    assert len(execution.recordings) == 8
-    for recording in execution.recordings:
-        assert recording.replayed() == [operations for _, _, operations in recording.log]
-    assert execute(made, record=True) == execution
-
-
-def test_a_slow_rank_is_slow_alone() -> None:
-    """Asynchronous trainers do not wait for one that takes twice as long; synchronous ones do."""
-    draws = ((0,) * 10, (ONE,) * 10)
-    for mode, expected in (("asynchronous", 10 * MS), ("synchronous", 20 * MS)):
-        execution = execute(job(2, mode=mode, draws=draws))
-        assert max(record.end_ns for record in execution.records if record.rank == 0) == expected

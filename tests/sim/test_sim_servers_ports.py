@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from random import Random
-from types import FrameType
-from typing import Any
 
 from sim.clock import Clock
 from sim.network.links import Port
@@ -84,37 +80,3 @@ def test_every_transfer_ends_when_it_ends_among_shared_ports() -> None:
         first = messages(Random(seed))  # noqa: S311  # it has to be repeatable
         expected = heard(first, SharedPorts)
         assert heard(first, lambda clock: ServerPorts(clock, range(SERVERS, SERVERS + 5))) == expected, f"messages of seed {seed}"
-
-
-def executed_instructions(run: Callable[[], object]) -> int:
-    """Bytecode instructions of this thread during ``run``: work that a busy machine does not change."""
-    instructions = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
-        nonlocal instructions
-        frame.f_trace_opcodes = True
-        instructions += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return instructions
-
-
-def test_a_push_costs_no_more_among_more_trainers() -> None:
-    """All trainers push at once, the next push right after: 400 trainers take at most three times the work for a push that 50 take."""
-    work = {}
-    for trainers in (50, 400):
-        sizes = Random(0)  # noqa: S311  # it has to be repeatable
-        pushes = [
-            Message((("inter", trainer, "out"), ("inter", SERVERS, "in")), Fraction(sizes.randint(1, 10**6)), 0, ())
-            for trainer in range(trainers)
-            for _ in range(3)
-        ]
-        all_pushed = partial(heard, pushes, lambda clock: ServerPorts(clock, [SERVERS]))
-        work[trainers] = executed_instructions(all_pushed) / len(pushes)
-    assert work[400] < 3 * work[50], work

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from typing import Any
 
 import pytest
 from sim_cases import link, profiled, with_profile
 
-from fleetbench.cli.tables import print_runs
 from fleetbench.errors import ConfigError
 from fleetbench.experiment import Experiment
 from fleetbench.measurements import Threads
 from fleetbench.plan.operations import Operation
 from fleetbench.quantities import Nanoseconds
-from fleetbench.result import PARTS, Summary, parts_of, step_s_of
-from sim.many.what_if import what_if
+from fleetbench.result import Summary
 from sim.run import simulate
-from sim.servers.simulate import hosts_of, job_of
+from sim.servers.simulate import job_of
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -129,7 +126,7 @@ def test_k_steps_bound_how_often_geo_sgd_exchanges(k_steps: int, gbit_per_s: flo
 @pytest.mark.parametrize(
     ("configs", "says"),
     [
-        ({"k_steps": 400}, "at most 400 steps between two exchanges, and there is one after every step: a step takes 30 ms"),
+        ({"k_steps": 400}, "at most 400 steps between two exchanges, and fewer where the link carries them: a step takes 30 ms"),
         ({"k_steps": -1}, "at most 800 steps"),
         ({"k_steps": 0, "max_merge_var_num": 5}, "at most 5 steps"),
         ({"k_steps": 400, "send_wait_times": 4}, None),
@@ -146,41 +143,6 @@ def test_steps_longer_than_the_idle_time_are_said_once(configs: dict[str, int], 
         assert says in found[0]["why"]
         assert "idle after 10 ms (send_wait_times = 1)" in found[0]["why"]
         assert "send_wait_times = 5" in found[0]["why"]
-
-
-@pytest.mark.slow
-def test_a_full_link_holds_exchanges_up() -> None:
-    """Pushes of 4 MB at 80 Mbit/s take 0.4 s, pulls as long: many steps of 30 ms lie between two; K = 5 is reached."""
-    slow = {"inter": {"bandwidth": "80 Mbit/s", "latency": "10 us"}}
-    for k_steps, says in ((400, True), (5, False)):
-        run = simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k_steps}}, workload={"steps": 400})).summary
-        found = [entry["why"] for entry in run.skipped if entry["what"].startswith("strategy.a_sync_configs")]
-        assert len(found) == says
-        if says:
-            told = re.search(r"there is one every ([\d.]+) steps in the mean", found[0])
-            assert told is not None
-            assert run.server_load is not None
-            assert float(told[1]) == pytest.approx(run.trainers / run.step_s["mean"] / run.server_load["gradients_per_s"], rel=0.05)
-            assert float(told[1]) > 10
-
-
-def test_geo_sgd_is_faster_where_the_link_is_slow() -> None:
-    """Asynchronous trainers that push and pull 4 MB every step are bound by the server's link; with K = 20 they are not."""
-    slow = {"inter": {"bandwidth": "0.8 Gbit/s", "latency": "10 us"}}
-    each, geo = (
-        simulate(experiment(cluster=slow, strategy={"a_sync_configs": {"k_steps": k, **configs}})).summary.step_s["p50"]
-        for k, configs in ((0, {"send_queue_size": 1}), (20, {"send_wait_times": NEVER_IDLE}))
-    )
-    assert each > 0.12  # 4 pushes of 40 ms share the server's link
-    assert geo < 0.04
-
-
-def test_servers_have_hosts_of_their_own_or_share_the_nodes() -> None:
-    """After the nodes, or server i on node i; two trainers of a node are on one host."""
-    cluster = {"nodes": 2, "trainers_per_node": 2, "servers": 2}
-    own = hosts_of(experiment(cluster=cluster))
-    assert (own.trainers, own.servers) == ((0, 0, 1, 1), (2, 3))
-    assert hosts_of(experiment(cluster=cluster | {"server_placement": "shared"})).servers == (0, 1)
 
 
 @pytest.mark.parametrize(("cores", "factor"), [(8, 1.0), (4, 1.6), (2, 3.2)])
@@ -214,25 +176,6 @@ def test_threads_without_a_core_slow_trainers_but_not_servers(cores: int, factor
     assert result.summary.skipped == ()
 
 
-def test_what_does_not_change_a_run_is_said() -> None:
-    """Links within a node, cores that declared layers do not know, variables of processes: lines of a file that were read, and left out."""
-    cluster = {"intra": {"bandwidth": "1 Mbit/s", "latency": "1 s"}, "cores_per_node": 4, "server_placement": "shared"}
-    made = experiment(cluster=cluster, run={"environment": {"OMP_WAIT_POLICY": "PASSIVE"}})
-    known = ["cluster.cores_per_node", "cluster.intra", "cluster.server_placement", "run.environment"]
-    assert [entry["what"] for entry in simulate(made).summary.skipped] == known
-    assert simulate(experiment(cluster={"trainers_per_node": 2})).summary.skipped == ()
-
-
-def test_an_update_takes_its_share_of_the_tables() -> None:
-    """A server's work on a push is the layer table's update, by its part of the bytes."""
-    job = job_of(experiment(cluster={"servers": 2}))
-    table = dataclasses.replace(job.table, update=1_000_000)
-    assert job.traffic.push(1) == 2_000_000
-    from sim.servers.actor import costs_of
-
-    assert costs_of(table, 4_000_000).push_ns_per_byte * job.traffic.push(1) == 500_000
-
-
 def test_a_server_handles_what_it_receives_and_sends_at_its_hosts_pace() -> None:
     """Synchronous, a host of 2 ns a byte, 4 MB of gradients: one trainer's step takes the server 8 ms for the push, and 8 for the answer.
 
@@ -248,21 +191,6 @@ def test_a_server_handles_what_it_receives_and_sends_at_its_hosts_pace() -> None
     slow = {"host_bandwidth": "500 MB/s"}
     assert step_s(1, **slow) - step_s(1) == pytest.approx(0.016, rel=1e-3)
     assert step_s(2, **slow) - step_s(2) == pytest.approx(0.024, rel=2e-3)
-
-
-def test_one_file_has_servers_and_collectives() -> None:
-    """What one of both does not use is skipped by name, and changes nothing: how collectives go, and a host's pace beside a ring."""
-    with_gloo = simulate(experiment(cluster={"collective": "gloo"})).summary
-    assert with_gloo.wall_s == simulate(experiment()).summary.wall_s
-    assert "cluster.collective" in {entry["what"] for entry in with_gloo.skipped}
-    paced = {"servers": 0, "host_bandwidth": "1 GB/s"}
-    ring, gloo = (
-        simulate(
-            experiment(cluster={**paced, "collective": one}, strategy={"mode": "collective", "a_sync": False, "a_sync_configs": {}})
-        ).summary
-        for one in ("ring", "gloo")
-    )
-    assert ["cluster.host_bandwidth" in {entry["what"] for entry in one.skipped} for one in (ring, gloo)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -285,53 +213,6 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], match: str) -
     assert caught.value.hint
 
 
-def test_the_command_line_says_how_busy_servers_were(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each run."""
-    made = experiment()
-    summary = simulate(made).summary
-    print_runs({"simulated": summary, "real": summary}, made)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parameter servers")]
-    assert lines[0].startswith("parameter servers (simulated): busy 0.0 % of the time, staleness ")
-    assert lines[1].startswith("parameter servers (real): busy 0.0 % of the time, staleness ")
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("steps", [5, 20, 60])
-def test_throughput_is_never_above_what_links_carry(steps: int) -> None:
-    """Four trainers' 4 MB a step are 160 ms on a server's link of 0.1 bytes/ns: 800 samples/s at most, though queues hold 16 steps."""
-    slow = {"bandwidth": "800 Mbit/s", "latency": "10 us"}
-    for strategy in ({}, {"a_sync_configs": {"k_steps": 0, "independent_recv_thread": True}}):
-        summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=strategy)).summary
-        assert summary.samples_per_s < 800
-    geo_sgd = {"a_sync_configs": {"k_steps": 1000, "send_wait_times": NEVER_IDLE}}
-    summary = simulate(experiment(workload={"steps": steps}, cluster={"inter": slow}, strategy=geo_sgd)).summary
-    assert summary.wall_s > steps * 0.030 + 0.320  # all push and pull after the last step, and never before
-
-
-@pytest.mark.parametrize(
-    ("configs", "says"), [({"k_steps": 0}, False), ({"k_steps": 0, "max_merge_var_num": 2}, True), ({"k_steps": 4}, True)]
-)
-def test_rows_of_several_steps_are_said_to_be_a_guess(configs: dict[str, int], says: bool) -> None:
-    """Sparse gradients of a profile have no law of frequency: what several steps touch together is not known from one."""
-    made, profile = profiled(
-        [([100], [200], 100, 200)],
-        {},
-        servers=1,
-        inter=link(8),
-        strategy={"mode": "ps", "a_sync": True, "a_sync_configs": configs, "fuse_all_reduce_ops": True},
-    )
-    for sparse in (False, True):
-        layers = tuple(
-            dataclasses.replace(
-                layer, gradients=tuple(dataclasses.replace(gradient, sparse=sparse, touched=10 * sparse) for gradient in layer.gradients)
-            )
-            for layer in profile.tables[0].layers
-        )
-        known = dataclasses.replace(profile, tables=(dataclasses.replace(profile.tables[0], layers=layers),))
-        found = [entry["what"] for entry in simulate(with_profile(made, known)).summary.skipped]
-        assert found == (["workload.data"] if says and sparse else [])
-
-
 def test_roles_are_recorded_when_asked() -> None:
     """Every trainer's, sender's and server's events give the operations that were executed."""
     assert simulate(experiment()).recordings == ()
@@ -341,41 +222,6 @@ def test_roles_are_recorded_when_asked() -> None:
     for role in found:
         assert len(role.log) > 20
         assert role.replayed() == [operations for _, _, operations in role.log]
-
-
-@pytest.mark.parametrize("asked", [{"spared": (1,)}, {"engine": "vector"}])
-def test_what_is_asked_of_collectives_alone_is_refused(asked: dict[str, Any]) -> None:
-    """Nobody is spared, and no other engine runs: the error names what was asked, where it would have been left out."""
-    (name,) = asked
-    with pytest.raises(ConfigError, match=name):
-        simulate(experiment(), **asked)
-
-
-def test_a_big_table_is_kept_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the bound the steps are left out and named, unless they are wanted; the summary is the same."""
-    monkeypatch.setattr("sim.run.MOST_ROWS", 87)
-    left_out, kept = simulate(experiment()), simulate(experiment(), table=True)
-    assert (len(left_out.steps), len(kept.steps)) == (0, 88)
-    assert [entry["what"] for entry in left_out.summary.skipped] == ["steps.parquet"]
-    assert left_out.summary.wall_s == kept.summary.wall_s
-
-
-@pytest.mark.slow
-def test_what_if_leaves_out_what_servers_cannot_be_asked() -> None:
-    """Without stragglers, with infinite bandwidth, with neither; and no rank is spared for nothing."""
-    cases = what_if(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
-    assert [case.name for case in cases] == ["as it is", "without stragglers", "with infinite bandwidth", "with neither"]
-    assert cases[-1].gain > 1.0
-
-
-def test_a_step_of_asynchronous_servers_is_the_slowest_trainers_and_so_are_its_parts() -> None:
-    """Trainer 1 takes twice as long, 60 ms of compute: a step is its own, from its first start to its last end, as are the parts."""
-    result = simulate(experiment(cluster={"stragglers": [{"kind": "slow_rank", "ranks": [1], "factor": 2.0}]}))
-    steps = result.steps[(result.steps["rank"] == 1) & (result.steps["step"] >= 1)]
-    took_s = steps["start_s"].iloc[-1] + steps[list(PARTS)].iloc[-1].sum() - steps["start_s"].iloc[0]
-    assert step_s_of(result) == pytest.approx(took_s / 20, rel=1e-9)
-    assert parts_of(result)["compute_s"] == pytest.approx(60e-3)
-    assert sum(parts_of(result).values()) == pytest.approx(step_s_of(result), rel=1e-9)
 
 
 def test_a_trainer_of_servers_reads_results_that_are_due_after_its_last_step() -> None:

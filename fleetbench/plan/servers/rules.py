@@ -1,5 +1,6 @@
 """Rules of parameter servers: the mode of a job, its bounds, and which server holds which parameters."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,10 +19,6 @@ COPIES = 5
 WAIT_NS = 10_000_000
 """Time in ns between Fleet's checks of an empty queue. After ``send_wait_times`` such checks a trainer is
 idle."""
-
-_EVERY, _NEARLY = 1.5, 0.9
-"""Mean number of steps between exchanges below which a note says "after every step"; share of the bound that
-counts as reaching it."""
 
 SERVED = named("servers")
 """Dotted names of the strategy's fields that training with parameter servers carries out; changes to others
@@ -72,6 +69,11 @@ class ServerRules(Config):
         """Number of waiting gradients or recorded steps at which the trainer waits."""
         return self.k_steps if self.mode == "geo_sgd" else self.queue_size
 
+    @property
+    def readers(self) -> int:
+        """Number of trainers that pull the rows which others have changed: all in GeoSGD, none in other modes."""
+        return self.trainers if self.mode == "geo_sgd" else 0
+
 
 def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
     """Return a sentence on the mode that ``k_steps = -1`` has chosen; None if the strategy names the mode itself."""
@@ -79,6 +81,22 @@ def choice(strategy: DistributedStrategy, rules: ServerRules) -> str | None:
         return None
     mode = f"GeoSGD with k_steps = {rules.k_steps}" if rules.mode == "geo_sgd" else "asynchronous"
     return f"a_sync_configs.k_steps = -1: {mode}; GeoSGD is for SGD whose parameters fit {COPIES} times in memory"
+
+
+def early_exchanges(rules: ServerRules, step_s: float) -> tuple[str, str] | None:
+    """Return the field of a bound that idle trainers do not wait for, and the reason; None if there is no such bound.
+
+    ``step_s`` is the time per step in seconds.
+    """
+    name, most = ("k_steps", rules.k_steps) if rules.mode == "geo_sgd" else ("max_merge_var_num", rules.max_merge)
+    if rules.mode == "synchronous" or most <= 1 or step_s * 1e9 <= rules.idle_ns:
+        return None
+    why = (
+        f"at most {most} steps between two exchanges, and fewer where the link carries them: a step takes {1e3 * step_s:.3g} ms, and a "
+        f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {rules.idle_ns // WAIT_NS}) and sends what it has; "
+        f"send_wait_times = {math.ceil(1.5e9 * step_s / WAIT_NS)} keeps {most}"
+    )
+    return f"strategy.a_sync_configs.{name}", why
 
 
 def rules_of(
@@ -136,7 +154,7 @@ class Table(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class Shards(Config):
     """Distribution of a model's parameters over ``servers`` servers.
 
     Dense parameters are one vector in the model's order, split into balanced ranges; embeddings are split by
