@@ -208,10 +208,7 @@ def refuse_other_optimizers(
         raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
     hint = "build the optimizer's groups as they were built when it was saved"
     for optimizer, data in zip(optimizers, saved, strict=True):
-        groups, own = data["groups"], groups_of(optimizer, *models)
-        if len(groups) != len(own):
-            raise ConfigError("has another number of parameter groups", where, f"saved {len(groups)}, here {len(own)}", hint)
-        for number, (names, others) in enumerate(zip(groups, own, strict=True)):
+        for number, (names, others) in enumerate(zip_longest(data["groups"], groups_of(optimizer, *models), fillvalue=())):
             if names != others:
                 pairs = zip_longest(names, others, fillvalue="no more")
                 differs = next(f"saved {a!r}, here {b!r}" for a, b in pairs if a != b)

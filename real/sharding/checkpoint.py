@@ -71,7 +71,7 @@ def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) 
         "optimizer": pack_optimizer(engine.optimizer, engine.model),
     }
     rows = pytree.tree_map_only(torch.Tensor, _rows_of(next(iter(rows["model"].values()))), rows)
-    rows["velocity"] = {name: {_ROWS: value} for name, value in engine.by_name([] if rounds is None else rounds.velocity).items()}
+    rows["velocity"] = {} if rounds is None else {name: {_ROWS: value} for name, value in rounds.velocity.items()}
     parts = {own_part(rank): own} | ({_part(rank): rows} if rank < degree or rounds is not None else {})
     told = {"trainers": meeting.trainers, "strategy": encode(engine.strategy), "trained": [*engine.parameters], _SHARDS: degree}
     put_in_force(meeting, path, {SHARED: shared}, parts, told)
@@ -115,7 +115,7 @@ def load(engine: ShardedEngine, meeting: Meeting, path: Path) -> Loaded:
         begun = engine.rounds.decider.state if shared["rounds"] is None else State.from_dict(shared["rounds"])
         velocity = {name: value.to_local() for name, value in rows["velocity"].items()}
         is_same = alike and found.manifest["strategy"] == encode(engine.strategy)
-        engine.rounds.resume(begun, engine.by_bucket(velocity) if velocity else (), same_strategy=is_same)
+        engine.rounds.resume(begun, velocity, same_strategy=is_same)
     if alike:
         set_random_state(own["random"], engine.communicators.device)
     return Loaded(step=engine.step, epoch=engine.epoch, loaded=tuple(model), extra=own["extra"])
