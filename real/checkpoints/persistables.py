@@ -84,7 +84,7 @@ def capture(engine: Engine, progress: Progress, *, has_parted: bool) -> Captured
     executor, model = engine.executor, model_tensors(engine.model)
     carried = executor.carried()
     tables = {item.name: getattr(carried, item.name) for item in dataclasses.fields(carried)}
-    shared = {name: dict(tables.pop(name)) for name in _SHARED_TABLES}
+    shared: dict[str, Any] = {name: dict(tables.pop(name)) for name in _SHARED_TABLES}
     if not has_parted:
         shared["origin"] = {}
     shared |= {

@@ -89,7 +89,7 @@ def save(engines: Sequence[Engine], meeting: Meeting, path: Path, *, extra: Any)
     has_parted = [any(own) for own in zip(*meeting.gather([int(engine.executor.has_parted) for engine in engines]), strict=True)]
     packed = [pack_optimizer(one, *(engine.model for engine in engines)) for one in optimizers_of(engines)]
     models = [capture(*each[:2], has_parted=each[2]) for each in zip(engines, progress, has_parted, strict=True)]
-    shared = {model_part(number): one.tensors for number, one in enumerate(models)}
+    shared: dict[str, Any] = {model_part(number): one.tensors for number, one in enumerate(models)}
     shared[SHARED] = {"models": [one.shared for one in models], "optimizers": packed}
     own = {
         "models": [one.own for one in models],

@@ -60,7 +60,7 @@ def blocks_of(container: nn.Module, prefix: str = "") -> list[str]:
     found: list[str] = []
     for name, child in container.named_children():
         is_sequence = isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (is_sequence and not all(map(_is_one_operation, child))):
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or (is_sequence and not all(map(_is_one_operation, child.children()))):
             found += blocks_of(child, f"{prefix}{name}.")
         elif next(child.parameters(), None) is not None:
             found.append(prefix + name)

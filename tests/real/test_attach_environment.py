@@ -13,8 +13,7 @@ from fleetbench.cli.main import main
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
 from real.attach.settings import combined
-from real.processes import attached
-from real.processes.attached import NEVER_CALLED, attached_environment, refuse_unattached, why_unattached
+from real.processes.attached import NEVER_CALLED, attached_environment, why_unattached
 
 HERE = Path(__file__).parent
 
@@ -70,16 +69,6 @@ def test_why_nothing_attached_is_a_sentence(files: list[str], why: str | None, t
     for name in files:
         (tmp_path / name).write_text("its own words")
     assert why_unattached(tmp_path) == why
-
-
-def test_the_four_lines_and_a_strategy_from_outside(tmp_path: Path) -> None:
-    """The script's own counts, and the way out is to load the file there."""
-    (tmp_path / "seen").touch()
-    (tmp_path / "unattached").write_text(attached.FOUR_LINES)
-    with pytest.raises(ConfigError) as caught:
-        refuse_unattached(tmp_path, Path("a.toml"))
-    assert "fleet.init(DistributedStrategy.load(FILE))" in str(caught.value.hint)
-    refuse_unattached(tmp_path, Path("a.toml"), is_elsewhere=True)
 
 
 @pytest.mark.parametrize(("options", "why"), [([], NEVER_CALLED), (["-I"], "no Python process here has read PYTHONPATH")])

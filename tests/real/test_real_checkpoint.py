@@ -131,35 +131,6 @@ class TestPlain:
         with pytest.raises(ConfigError, match=r"a\.pt: is damaged, or of another kind: it holds a posix\.getcwd"):
             read_part(tmp_path / "a.pt")
 
-    @pytest.mark.parametrize("scheduler", ["multi", "sequence"])
-    def test_schedulers_go_on(self, scheduler: str, tmp_path: Path) -> None:
-        """The learning rates after a save equal those of the scheduler that was never saved."""
-        kinds: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-            "multi": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6]),
-            "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-                optimizer,
-                [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
-                [3],
-            ),
-        }
-
-        def advance(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
-            rates = []
-            for _ in range(steps):
-                optimizer.step()
-                schedule.step()
-                rates.append(optimizer.param_groups[0]["lr"])
-            return rates
-
-        model = nn.Linear(2, 2)
-        first, second = (torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for _ in range(2))
-        one, other = kinds[scheduler](first), kinds[scheduler](second)
-        advance(first, one, 5)
-        with Training(model, first) as training:
-            save([training.engine], ALONE, tmp_path, extra=one.state_dict())
-        other.load_state_dict(go_on(model, tmp_path, optimizer=second).extra)
-        assert advance(second, other, 6) == advance(first, one, 6)
-
 
 class TestOptimizer:
     """An optimizer's state keeps its types."""
