@@ -6,8 +6,10 @@ the host runs ahead of the device and a sleep there would delay nothing.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from fleetbench.plan.layers import LayerTable
 from fleetbench.stragglers import ONE
-from real.communication.clocks import Clock, clock_of
+from real.communication.clocks import Clock, Mark, clock_of
 
 _SHORTEST_SLEEP_NS = 50_000  # below the kernel's timer slack a sleep overshoots by more than itself
 _SHORTEST_KERNEL_NS = 5_000  # about the cost of its launch
+_SHORTEST_MEASURED_NS = 500_000  # the microseconds between a mark and its kernel are one percent of it
 _CALIBRATION_CYCLES = 2_000_000  # short, because a device soon clocks up again after a load
 _LOAD_S = 0.3
+_REMEMBERED = 31
 
 
 class Delay:
@@ -42,24 +46,43 @@ class Delay:
 class KernelDelay(Delay):
     """Delays by a kernel that spins in the current stream for a number of cycles.
 
-    A device has fewer cycles per second under load than when idle, so it is calibrated right after a load.
+    A device has fewer cycles per second under load than when idle. It is therefore calibrated right after a
+    load, and then from the delays that training has passed: the median of the last ones.
     """
 
     shortest_ns = _SHORTEST_KERNEL_NS
 
     def __init__(self, clock: Clock, spin: Callable[[int], None], load: Callable[[], None]) -> None:
         """``spin`` enqueues a kernel of a number of cycles; ``load`` keeps the device busy and leaves work enqueued."""
+        self._clock = clock
         self._spin = spin
+        self._passing: deque[tuple[int, Mark, Mark]] = deque()
+        self._cycles_per_ns: deque[float] = deque(maxlen=_REMEMBERED)
         load()
-        begin = clock.mark()
-        spin(_CALIBRATION_CYCLES)
-        first, last = clock.resolve([begin, clock.mark()])
-        self._cycles_per_ns = _CALIBRATION_CYCLES / (last - first)
+        self._measured(_CALIBRATION_CYCLES)
+        self._learn(wait=True)
 
     def add(self, missing_ns: int) -> int:
         """See ``Delay``. Enqueues the kernel and returns ``missing_ns``."""
-        self._spin(round(missing_ns * self._cycles_per_ns))
+        self._learn(wait=False)
+        cycles = round(missing_ns * median(self._cycles_per_ns))
+        if missing_ns < _SHORTEST_MEASURED_NS:
+            self._spin(cycles)
+        else:
+            self._measured(cycles)
         return missing_ns
+
+    def _measured(self, cycles: int) -> None:
+        begin = self._clock.mark()
+        self._spin(cycles)
+        self._passing.append((cycles, begin, self._clock.mark()))
+
+    def _learn(self, *, wait: bool) -> None:
+        """Record the cycles per nanosecond of the delays that the device has passed."""
+        while self._passing and (wait or self._clock.passed(self._passing[0][2])):
+            cycles, *marks = self._passing.popleft()
+            begin, end = self._clock.resolve(marks)
+            self._cycles_per_ns.append(cycles / (end - begin))
 
 
 def delay_of(device: torch.device) -> Delay:

@@ -455,7 +455,7 @@ class BoostingDevice:
 
 
 def test_delays_of_a_device_are_as_long_as_asked_for_under_load() -> None:
-    """The device spins as many cycles as it does in that time after a load."""
+    """The first one already; and where training takes more power than the calibration did, those after the first that have passed."""
     device = BoostingDevice()
     delay = KernelDelay(device, device.spin, device.load)
 
@@ -465,4 +465,10 @@ def test_delays_of_a_device_are_as_long_as_asked_for_under_load() -> None:
         return device.now_ns - before
 
     assert added(10_000_000) == pytest.approx(10_000_000, rel=1e-3)
+    assert added(20_000) == pytest.approx(20_000, rel=1e-3)
+    device.cycles_per_ns = 1.2
+    for _ in range(40):
+        assert added(1_000_000) == pytest.approx(1_000_000 * 1.4 / 1.2, rel=1e-3)  # the device is after
+    device.passed_ns = device.now_ns
+    assert added(1_000_000) == pytest.approx(1_000_000, rel=1e-3)
     assert added(20_000) == pytest.approx(20_000, rel=1e-3)
