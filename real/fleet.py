@@ -288,7 +288,7 @@ class Fleet:
         other trainers, or in another stage, without it.
 
         With ``predicate``, it loads only the model's parameters and buffers that ``predicate`` selects by
-        name, from a checkpoint or a .safetensors file. It returns and prints which were loaded, which were
+        name, from a checkpoint or a file of tensors. It returns and prints which were loaded, which were
         not, and which are left over. ``model`` is one of several models; names have no prefix. With
         parameter servers, servers start from a checkpoint:
         ``fleet.init_server(path)``.

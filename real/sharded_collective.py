@@ -111,17 +111,8 @@ class ShardedCollective(Collective):
 
     def save_inference_model(self, path: Path, *_: object) -> NoReturn:
         """Raise ``ConfigError``: only a whole model is exported."""
-        hint = (
-            "on every trainer call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)); on rank 0 load that into a "
-            "plain model, and torch.export it"
-        )
-        raise ConfigError(
-            "exports a model that is whole, and this one is sharded",
-            "fleet.save_inference_model",
-            str(path),
-            hint,
-        )
+        hint = "gather it by torch.distributed.checkpoint.state_dict.get_model_state_dict, and torch.export a plain model with that"
+        raise ConfigError("exports a model that is whole, and this one is sharded", "fleet.save_inference_model", str(path), hint)
 
     def num_steps(self) -> int:
         """Return the number of steps that have begun."""

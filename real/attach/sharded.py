@@ -1,16 +1,11 @@
-"""Sharded: the job's part in a process whose script calls ``fully_shard``.
-
-It changes arguments of these calls to those of a strategy, and runs the legs of a driver.
-"""
+"""Sharded: runs the legs of a driver in a process whose script calls ``fully_shard``; legs may change its arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fleetbench.errors import ConfigError
-from fleetbench.overview import overview
 from fleetbench.plan.sharding import degree_of
 from fleetbench.strategy import DistributedStrategy
-from fleetbench.why.change import DdpChange
 from real.fully_shard import WHERE, ShardedModel, is_unit, mixed
 from real.job.driver_watch import watch_driver
 from real.job.folder import RankSide
 from real.leg import Leg
 from real.processes.attached import note_attached
-from real.processes.roles import STRATEGY, TUNING
+from real.processes.roles import TUNING
 
 if TYPE_CHECKING:
     from real.attach.job import Job
@@ -37,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """Applies a strategy, or a driver's legs, to the models that a script shards with ``fully_shard``.
+    """Applies a driver's legs to the model that a script shards with ``fully_shard``.
 
     Life cycle: created when ``fully_shard`` is imported -> ``is_attached`` at the first forward of a model
-    that an optimizer may follow. Calls of ``fully_shard`` get the strategy of a file, or of a driver's first
-    leg; another one needs another launch.
+    that an optimizer may follow. Calls of ``fully_shard`` get the strategy of the driver's first leg; another one
+    needs another launch.
     """
 
     def __init__(self, job: Job) -> None:
@@ -80,12 +73,9 @@ class Sharded:
 
     def around(self, model: ShardedModel, inputs: tuple[Any, ...], named: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return the context of a model's forward; attach the model at its first forward with gradients."""
-        if self._switch is not None and model is self._model:
-            return self._switch.forward(inputs, named)
-        if model is self._model or not torch.is_grad_enabled() or not self._job.may_attach():
-            return nullcontext()
-        if optimizers := self._job.optimizers.holding(model.module):
-            if TUNING in os.environ and not self.is_attached:
+        is_new = model is not self._model and torch.is_grad_enabled() and self._job.may_attach()
+        if is_new and (optimizers := self._job.optimizers.holding(model.module)):
+            if not self.is_attached:
                 watch_driver(dist.get_rank())  # reports errors to the driver
             self._attach(model, optimizers)
         return nullcontext() if self._switch is None or model is not self._model else self._switch.forward(inputs, named)
@@ -100,81 +90,39 @@ class Sharded:
             self._collective.driven.step_done()
 
     def _attach(self, model: ShardedModel, optimizers: list[Optimizer]) -> None:
-        from real.attach.attaching import (
-            timeout_s,
-        )  # which a script that only imports fully_shard need not pay for
-        from real.collective import Collective, arrive
-        from real.sharded_legs import reshard_of
+        from real.attach.attaching import timeout_s  # which a script that only imports fully_shard need not pay for
+        from real.collective import Collective
+        from real.sharded_legs import ShardedSwitch
 
         model.has_own_mesh = self._has_own_mesh
-        own, ordered = model.own_strategy(), _ordered()
-        if self.is_attached and TUNING in os.environ:
+        if self.is_attached:
             hint = "shard one model, by a call with the model itself after those with its blocks; freeze others without fully_shard"
             raise ConfigError("shards several models, and legs are of one", WHERE, type(model.module).__name__, hint)
         if self._job.attached is not None:
             raise mixed()
-        if ordered is not None:
-            refuse_others(ordered, own)
         if self._has_mesh:
             model.refuse_different_replicas()
-        self._model = model
-        if TUNING not in os.environ:
-            assert ordered is not None
-            arrive(dist.get_rank())  # lets the launcher know
-            if dist.get_rank() == 0:
-                print(overview(ordered), file=sys.stderr)  # noqa: T201  # as fleet.init does
-            model.change(DdpChange(reshard_after_forward=reshard_of(ordered, own), threads=ordered.thread_num))
-        else:
-            if len(optimizers) > 1:
-                hint = "put all parameters into the groups of one optimizer"
-                raise ConfigError("has several optimizers, and a step ends with one", WHERE, str(len(optimizers)), hint)
-            from real.sharded_legs import ShardedSwitch
-
-            self._collective = Collective(own, timeout_s())
-            driven, role = self._collective.driven, self._collective.role
-            assert driven is not None
-            self._switch = ShardedSwitch(model, optimizers[0], self._collective.communicators, role.trainers_per_node or 1)
-            driven.begin(self._switch)
+        if len(optimizers) > 1:
+            hint = "put all parameters into the groups of one optimizer"
+            raise ConfigError("has several optimizers, and a step ends with one", WHERE, str(len(optimizers)), hint)
+        self._model, self._collective = model, Collective(model.own_strategy(), timeout_s())
+        driven, role = self._collective.driven, self._collective.role
+        assert driven is not None
+        self._switch = ShardedSwitch(model, optimizers[0], self._collective.communicators, role.trainers_per_node or 1)
+        driven.begin(self._switch)
         self.is_attached = True
         note_attached()
 
 
-def refuse_others(strategy: DistributedStrategy, own: DistributedStrategy) -> None:
-    """Raise ``ConfigError`` for a strategy that cannot be applied to a script's calls of ``fully_shard``.
-
-    It may differ from ``own``, that of these calls, only in threads and in what units do after their forward.
-    """
-    configs, known = strategy.sharding_configs, own.sharding_configs
-    world = dist.get_world_size()
-    if strategy.sharding and degree_of(configs, world) != degree_of(known, world):
-        hint = "leave mesh=... out of the calls, or set sharding_degree to its ranks of a shard group"
-        raise ConfigError(
-            "is the script's mesh, and the strategy has another one",
-            WHERE,
-            f"{degree_of(known, world)} ranks",
-            hint,
-        )
-    if configs.blocks not in ((), known.blocks):
-        hint = "leave blocks out: the units are those that the script gives to fully_shard"
-        raise ConfigError(
-            "are others than the script's units",
-            "strategy.sharding_configs.blocks",
-            ", ".join(configs.blocks),
-            hint,
-        )
-    kept = ["thread_num", "broadcast_buffers", *(() if strategy.amp else ("amp", "amp_configs"))]
-    kept += [] if strategy.fp16_allreduce or strategy.bf16_allreduce else ["fp16_allreduce", "bf16_allreduce"]
-    same = strategy.replace(sharding_configs=known, **{name: getattr(own, name) for name in kept})
-    if others := [name for name in {**same.changes(), **own.changes()} if same.changes().get(name) != own.changes().get(name)]:
-        hint = "leave it as the script has it; fleet's four lines carry out other strategies"
-        raise ConfigError("is not applied to a script that calls fully_shard itself", f"strategy.{others[0]}", hint=hint)
-
-
 @cache
 def _ordered() -> DistributedStrategy | None:
-    """Return the strategy of a file, or of the driver's first leg; ``None`` if that is the script's own."""
+    """Return the strategy of the driver's first leg; ``None`` if that is the script's own.
+
+    Raises ``ConfigError`` without a driver, because a strategy's file would do what arguments do.
+    """
     if TUNING not in os.environ:
-        return DistributedStrategy.load(Path(os.environ[STRATEGY]))
+        hint = "pass what recommended.md prints to the script's calls, or write fleet's four lines in their place"
+        raise ConfigError("is applied to DistributedDataParallel, and the script calls fully_shard", "--strategy", hint=hint)
     leg = RankSide.of_environment().wait_for(0, Leg)
     return None if leg is None or leg.start == "as_is" else leg.strategy
 

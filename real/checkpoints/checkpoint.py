@@ -1,10 +1,8 @@
 """Checkpoint: the parts of a training's state on disk, replaced atomically.
 
-PATH/save-00000007/manifest.json      what was saved, by whom, and digests of every part and of itself
-PATH/save-00000007/model.safetensors  parameters and buffers by name
-PATH/save-00000007/*.pt               the other parts: plain data with tensors, by torch.save
-
-Of several models, every part has its model's number: model-0.safetensors, model-1.safetensors, ...
+PATH/save-00000007/manifest.json  number of trainers, and digests of every part and of itself
+PATH/save-00000007/model.pt       parameters and buffers by name; of several models: model-1.pt, ... for the others
+PATH/save-00000007/*.pt           the other parts: plain data with tensors, by torch.save
 
 Each save has its own folder. Its manifest is written last and atomically, which puts the save in force;
 only then is the previous save removed. A kill at any time leaves the old save or the new one, and at most
@@ -17,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import PickleError
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +23,7 @@ import torch
 from fleetbench.digests import MANIFEST, atomic_write, check_files, file_digest, read_json, reading, sealed_json, sync, writing
 from fleetbench.errors import ConfigError, EnvironmentLacks
 
-SCHEMA = 2
-MODEL = "model.safetensors"
-"""Name of the part with parameters and buffers, under their own names."""
+SCHEMA = 3
 
 _KIND = "fleetbench checkpoint"
 _FOLDER = re.compile(r"save-(?!0{8})(\d{8})")
@@ -43,45 +39,15 @@ class Save:
 
     folder: Path
     manifest: Mapping[str, Any]
-    model: int | None = None
-    """Number of the model whose parts these are; ``None`` in a save of one model."""
 
-    @property
-    def where(self) -> str:
-        """Name of this save in errors."""
-        return str(self.folder) if self.model is None else f"{self.folder}, model {self.model}"
-
-    @property
-    def num_models(self) -> int:
-        """Number of saved models."""
-        return len(self.manifest.get("models", (1,)))
-
-    def of(self, model: int) -> "Save":
-        """Return the parts of one model; a save of one model has only that one. Raises ``ConfigError`` for others."""
-        if "models" not in self.manifest:
-            return self
-        if model >= self.num_models:
-            hint = "models are numbered from 0, in the order of fleet.distributed_model; a path may also name one of its files"
-            raise ConfigError(f"has no model {model}", str(self.folder), f"{self.num_models} models", hint)
-        return Save(self.folder, {**self.manifest, **self.manifest["models"][model]}, model)
-
-    def read(self, name: str) -> Any:
-        """Read a part of this save. Raises ``ConfigError`` as ``file`` does."""
-        return read_part(self.file(name))
+    def read(self, name: str, *, mmap: bool = False) -> Any:
+        """Read a part of this save; ``mmap``: its tensors stay on disk until they are used. Raises as ``file`` does."""
+        return read_part(self.file(name), mmap=mmap)
 
     def file(self, name: str) -> Path:
-        """Return a part's file after checking it.
-
-        Raises ``ConfigError`` if it is missing or differs from what was written.
-        """
-        name = numbered(name, self.model)
+        """Return a part's file. Raises ``ConfigError`` if it is missing or differs from what was written."""
         check_files(self.folder, self.manifest["files"], [name], _ANOTHER)
         return self.folder / name
-
-
-def numbered(name: str, model: int | None) -> str:
-    """Return the name of a part of one of several models, or of the only one."""
-    return name if model is None else f"{Path(name).stem}-{model}{Path(name).suffix}"
 
 
 class Draft:
@@ -151,7 +117,7 @@ def last_save(root: Path) -> int:
 def open_save(root: Path, number: int) -> Save:
     """Open a complete save. Raises ``ConfigError`` if it is missing, damaged or of another version."""
     if number == 0:
-        hint = "fleet.save_persistables writes one; predicate=lambda name: True loads a .safetensors file as well"
+        hint = "fleet.save_persistables writes one; predicate=lambda name: True loads a file of tensors as well"
         raise ConfigError("there is no checkpoint", str(root), hint=hint)
     folder = root / f"save-{number:08d}"
     path = folder / MANIFEST
@@ -159,64 +125,32 @@ def open_save(root: Path, number: int) -> Save:
         manifest = read_json(path.read_text(encoding="utf-8"))
     if manifest.get("kind") != _KIND or manifest.get("schema") != SCHEMA:
         told = f"{manifest.get('kind')!r}, schema {manifest.get('schema')!r}"
-        hint = f"this version reads schema {SCHEMA} of a {_KIND}; predicate=lambda name: True loads the {MODEL} beside it"
+        hint = f"this version reads schema {SCHEMA} of a {_KIND}; predicate=lambda name: True loads the model's file beside it"
         raise ConfigError("is not a manifest of this version", str(path), told, hint)
     return Save(folder, manifest)
 
 
-def model_file(root: Path) -> Path:
-    """Return a folder's model file: in the save in force, else in the folder itself.
-
-    Raises ``ConfigError`` as ``open_save`` and ``Save.file`` do.
-    """
-    number = last_save(root)
-    return open_save(root, number).file(MODEL) if number else root / MODEL
+def model_part(number: int) -> str:
+    """Return the name of the part with a model's parameters and buffers, under their own names."""
+    return f"model-{number}.pt" if number else "model.pt"
 
 
 def write_part(path: Path, part: Any) -> None:
-    """Write a part to ``path`` and sync it to disk.
-
-    The suffix chooses safetensors (a table of tensors) or ``torch.save``.
+    """Write a part by ``torch.save`` to ``path``, and sync it to disk.
 
     Raises ``EnvironmentLacks`` if the disk refuses it, ``ConfigError`` for data that could not be read back.
     """
-    if path.suffix == ".safetensors":
-        _write_tensors(path, part)
-    else:
-        try:
-            with writing(path, RuntimeError), path.open("wb") as file:
-                _save(part, file)
-            _load(path, mmap=True)
-        except (AttributeError, TypeError, PickleError) as error:
-            hint = "give numbers, text, lists, dictionaries, arrays and tensors, such as scheduler.state_dict()"
-            raise ConfigError("cannot be saved as plain data", path.name, str(error), hint) from error
+    try:
+        with writing(path, RuntimeError):
+            torch.save(part, path)
+        _load(path, mmap=True)
+    except (AttributeError, TypeError, PickleError) as error:
+        hint = "give numbers, text, lists, dictionaries, arrays and tensors, such as scheduler.state_dict()"
+        raise ConfigError("cannot be saved as plain data", path.name, str(error), hint) from error
     sync(path)
 
 
-def _save(part: Any, file: BinaryIO) -> None:
-    try:
-        torch.save(part, file)
-    except RuntimeError as error:  # torch's writer continues after the disk refused
-        raise error.__context__ or error from None
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise ConfigError("has no plain memory to save", f"tensor {name}", f"{tensor.layout} of {tensor.dtype}", "convert it first")
-    try:
-        with writing(path, SafetensorError):  # its text contains the operating system's
-            save_file(_apart(tensors), path, metadata={"format": "pt"})
-    except (KeyError, ValueError) as error:
-        types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
-        what, hint = f"cannot be written as safetensors: {error}", "keep such tensors out of the model's state"
-        raise ConfigError(what, str(path), types, hint) from error
-
-
-def read_part(path: Path, hint: str = "fleet.save_persistables writes such files") -> Any:
+def read_part(path: Path, hint: str = "fleet.save_persistables writes such files", *, mmap: bool = False) -> Any:
     """Read a part, with tensors on the CPU.
 
     Raises ``ConfigError`` for another kind of file, and for one that would execute code.
@@ -225,27 +159,13 @@ def read_part(path: Path, hint: str = "fleet.save_persistables writes such files
     from safetensors.torch import load_file
 
     with reading(path, hint, SafetensorError, PickleError, RuntimeError):
-        return load_file(path) if path.suffix == ".safetensors" else _load(path)
+        return load_file(path) if path.suffix == ".safetensors" else _load(path, mmap=mmap)
 
 
-def _load(path: Path, *, mmap: bool = False) -> Any:
+def _load(path: Path, *, mmap: bool) -> Any:
     with torch.serialization.safe_globals(_OF_NUMPY):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except PickleError as error:  # its text says how to execute the contents
             found = re.search(r"(?:GLOBAL |<class ')([^ ']+)", str(error))
             raise PickleError(f"it holds a {found[1]}" if found else "it is not a file of torch.save") from error
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU, contiguous, and each in its own memory."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach()
-        alone = own.untyped_storage().nbytes() == own.nbytes and own.untyped_storage().data_ptr() not in seen
-        if own.device.type != "cpu" or not own.is_contiguous() or not alone:
-            own = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        seen.add(own.untyped_storage().data_ptr())
-        found[name] = own
-    return found

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 
 from fleetbench.digests import atomic_write, writing
@@ -40,18 +39,10 @@ def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_i
 @torch.no_grad()
 def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a copy on the CPU, in evaluation mode, with replaced parameters and without the strategy's changes."""
-    tensors = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    computed = {
-        id(value): value.detach().clone() for value in tensors if not value.is_leaf
-    }  # for example by pruning: torch does not copy them
-    served = copy.deepcopy(model, dict[int, Any](computed)).cpu().eval()
+    served = copy.deepcopy(model).cpu().eval()
     parameters = dict(served.named_parameters())
     for name, value in values.items():
         parameters[name].copy_(value)
-    for module in served.modules():
-        for hook in [*module._forward_pre_hooks.values()]:  # noqa: SLF001  # torch's pruning uses these hooks
-            if isinstance(hook, prune.BasePruningMethod):
-                prune.remove(module, hook._tensor_name)  # noqa: SLF001  # as above
     return served
 
 

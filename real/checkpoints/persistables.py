@@ -12,10 +12,9 @@ last agreed; a pending exchange of a fragment is awaited, and its mean is saved 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,15 +25,12 @@ from fleetbench.errors import ConfigError
 from fleetbench.plan.fusion import Cost
 from fleetbench.plan.state import State
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import MODEL, Save
-from real.communication.communicators import strategy_digest
 from real.engine.carried import Carried
 from real.engine.engine import Engine
 from real.engine.planning import Progress
 
 SHARED = "training.pt"
-"""Name of the part with the shared state besides the model: progress, optimizers, and tables of
-``Carried``."""
+"""Name of the part with the shared state besides models' tensors: progress, optimizers, and tables of ``Carried``."""
 _SHARED_TABLES = ("origin", "velocity", "landed")
 Tensors = Mapping[str, torch.Tensor]
 _HINT = "build the model, and freeze what is frozen, as when it was saved; predicate=lambda name: ... loads some of it"
@@ -45,20 +41,23 @@ def own_part(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """State that a trainer has read and checked against its model and its optimizer."""
+class Captured(NamedTuple):
+    """A model's state to save between two steps. Tensors are the training's own: write them before it continues."""
+
+    tensors: Tensors
+    """Parameters and buffers that trainers share."""
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    """State that only this trainer has."""
+
+
+class Restored(NamedTuple):
+    """A model's state that a trainer has read and checked."""
 
     progress: Progress
-    model: Tensors
-    """Shared parameters and this trainer's buffers."""
-    parameters: Tensors = field(default_factory=dict)
-    """This trainer's parameters by name, within an open round; else empty."""
-    carried: Carried = field(default_factory=Carried)
-    optimizers: Sequence[Mapping[str, Any]] = ()
-    """Data of each optimizer, for ``unpack_optimizer``."""
-    random: Tensors = field(default_factory=dict)
-    extra: Any = None
+    carried: Carried
+    tensors: Tensors
+    """This trainer's parameters and buffers."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -77,42 +76,30 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def capture(
-    engine: Engine, progress: Progress, optimizers: Sequence[Mapping[str, Any]], extra: Any, *, has_parted: bool
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a model's state to save between two steps: shared parts by name, this trainer's part, the manifest.
+def capture(engine: Engine, progress: Progress, *, has_parted: bool) -> Captured:
+    """Return a model's state. Every trainer calls it; tensors and shared state are complete on each.
 
-    Every trainer calls it; the shared parts are complete on each. Tensors are the training's own: write them
-    before it continues. ``has_parted``: some trainer's parameters differ from those on which all agreed.
-    ``optimizers``: packed ones. ``extra``: the script's object.
+    ``has_parted``: some trainer's parameters differ from those on which all agreed.
     """
-    executor, communicators = engine.executor, engine.communicators
-    carried, model = executor.carried(), model_tensors(engine.model)
+    executor, model = engine.executor, model_tensors(engine.model)
+    carried = executor.carried()
     tables = {item.name: getattr(carried, item.name) for item in dataclasses.fields(carried)}
-    shared = {name: dict(tables.pop(name)) for name in _SHARED_TABLES}
+    shared: dict[str, Any] = {name: dict(tables.pop(name)) for name in _SHARED_TABLES}
     if not has_parted:
         shared["origin"] = {}
-    own = {
-        "carried": {**tables, "used": sorted(carried.used), "loss": None if carried.loss is None else carried.loss.detach()},
-        "parameters": {name: model[name].detach() for name in shared["origin"]},
-        "buffers": {name: tensor for name, tensor in model.items() if communicators.trainers > 1 and not isinstance(tensor, nn.Parameter)},
-        "optimizers": optimizers if executor.combination.is_local and communicators.trainers > 1 else [],
-        "random": {"cpu": torch.get_rng_state()},  # dropout draws from it
-        "extra": extra,
-    }
-    if communicators.device.type == "cuda":
-        own["random"]["cuda"] = torch.cuda.get_rng_state(communicators.device)
-    manifest = {
-        "strategy": encode(engine.strategy),
-        "strategy_digest": strategy_digest(engine.strategy),
+    shared |= {
+        "progress": encode_progress(progress),
+        "strategy": engine.strategy.changes(),
         "trained": [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad],
         "parted": has_parted,
     }
-    parts = {
-        MODEL: model | executor.averages() if has_parted else model,
-        SHARED: {**shared, "progress": encode_progress(progress), "optimizers": optimizers},
+    own = {
+        "carried": {**tables, "used": sorted(carried.used), "loss": None if carried.loss is None else carried.loss.detach()},
+        "parameters": {name: model[name].detach() for name in shared["origin"]},
+        "buffers": {name: tensor for name, tensor in model.items() if not isinstance(tensor, nn.Parameter)},
     }
-    return parts, own, manifest
+    tensors = model | executor.averages() if has_parted else model
+    return Captured({name: tensor.detach() for name, tensor in tensors.items()}, shared, own)
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer, *models: nn.Module) -> dict[str, Any]:
@@ -164,14 +151,14 @@ def decode_progress(data: Mapping[str, Any]) -> Progress:
     return Progress(**{**data, "state": State.from_dict(data["state"]), "cost": cost})
 
 
-def refuse_another_strategy(manifest: Mapping[str, Any], strategy: DistributedStrategy, where: str) -> None:
-    """Raise ``ConfigError``, naming the fields that differ, unless the strategy is the saved one."""
-    if manifest["strategy_digest"] == strategy_digest(strategy):
-        return
-    saved, here = dict(flat(manifest["strategy"])), dict(flat(encode(strategy)))
-    fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in here | saved if saved.get(name) != here.get(name)]
-    hint = "use that strategy, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
-    raise ConfigError("was saved under another strategy", where, "; ".join(fields[:3]) or "the same fields, read by another version", hint)
+def refuse_another_strategy(changes: Mapping[str, Any], strategy: DistributedStrategy, where: str) -> None:
+    """Raise ``ConfigError``, naming the fields that differ, unless the strategy is the one with the saved ``changes``."""
+    if changes != strategy.changes():
+        saved, here = (dict(flat(encode(one))) for one in (DistributedStrategy.from_dict(changes), strategy))
+        differs = [name for name in here | saved if saved.get(name) != here.get(name)]
+        fields = [f"{name}: saved {saved.get(name)!r}, here {here.get(name)!r}" for name in differs[:3]]
+        hint = "use that strategy, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+        raise ConfigError("was saved under another strategy", where, "; ".join(fields), hint)
 
 
 def refuse_another_model(
@@ -199,23 +186,15 @@ def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
             raise ConfigError(f"{name} has another shape or type", where, f"saved {saved_as}, here {here}", hint)
 
 
-def read(engine: Engine, save: Save, rank: int) -> Restored:
-    """Read the parts that this trainer needs, for ``restore``. Raises ``ConfigError`` if they do not fit."""
-    where, own, shared = save.where, save.read(own_part(rank)), save.read(SHARED)
-    saved = {**save.read(MODEL), **own["buffers"]}
-    refuse_another_model(engine.model, saved, save.manifest["trained"], where)
-    tensors, tables = model_tensors(engine.model), {name: shared[name] for name in _SHARED_TABLES}
-    for found in (own["parameters"], *tables.values()):
-        refuse_misfits(tensors, found, where)
-    return Restored(
-        progress=decode_progress(shared["progress"]),
-        model=saved,
-        parameters=own["parameters"],
-        carried=Carried(**{**own["carried"], **tables, "used": frozenset(own["carried"]["used"])}),
-        optimizers=own["optimizers"] or shared["optimizers"],
-        random=own["random"],
-        extra=own["extra"],
-    )
+def restored(engine: Engine, tensors: Tensors, shared: Mapping[str, Any], own: Mapping[str, Any], where: str) -> Restored:
+    """Return a saved model's state for this trainer. Raises ``ConfigError`` for another strategy or model."""
+    refuse_another_strategy(shared["strategy"], engine.strategy, where)
+    tensors = {**tensors, **own["buffers"]}
+    refuse_another_model(engine.model, tensors, shared["trained"], where)
+    tables = {name: shared[name] for name in _SHARED_TABLES} | {"used": frozenset(own["carried"]["used"])}
+    tables["origin"] = tables["origin"] or tensors
+    to_device = pytree.tree_map_only(torch.Tensor, partial(torch.Tensor.to, device=engine.communicators.device), own["carried"])
+    return Restored(decode_progress(shared["progress"]), Carried(**{**to_device, **tables}), {**tensors, **own["parameters"]})
 
 
 def refuse_other_optimizers(
@@ -229,45 +208,35 @@ def refuse_other_optimizers(
         raise ConfigError("was saved with other optimizers", where, f"saved {told}, here {here}", hint)
     hint = "build the optimizer's groups as they were built when it was saved"
     for optimizer, data in zip(optimizers, saved, strict=True):
-        groups, own = data["groups"], groups_of(optimizer, *models)
-        if len(groups) != len(own):
-            raise ConfigError("has another number of parameter groups", where, f"saved {len(groups)}, here {len(own)}", hint)
-        for number, (names, others) in enumerate(zip(groups, own, strict=True)):
+        for number, (names, others) in enumerate(zip_longest(data["groups"], groups_of(optimizer, *models), fillvalue=())):
             if names != others:
                 pairs = zip_longest(names, others, fillvalue="no more")
                 differs = next(f"saved {a!r}, here {b!r}" for a, b in pairs if a != b)
                 raise ConfigError(f"group {number} holds other parameters, or in another order", where, differs, hint)
 
 
-@torch.no_grad()
-def restore(engine: Engine, found: Restored, optimizers: Sequence[torch.optim.Optimizer], where: str) -> None:
-    """Continue from ``found``, which every trainer has checked, with the optimizers whose data it has.
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the states of torch's generators, from which dropout draws."""
+    return {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})}
 
-    Raises ``ConfigError`` if another plan would result.
-    """
-    device = engine.communicators.device
-    sums = {name: total.to(device) for name, total in found.carried.sums.items()}
-    loss = None if found.carried.loss is None else found.carried.loss.to(device)
-    origin = found.carried.origin or found.model
-    engine.resume(found.progress, dataclasses.replace(found.carried, origin=origin, sums=sums, loss=loss), where)
-    for optimizer, data in zip(optimizers, found.optimizers, strict=True):
-        unpack_optimizer(optimizer, data)
-    _replace(engine, {**found.model, **found.parameters})
-    if "cpu" in found.random:
-        torch.set_rng_state(found.random["cpu"])
-    if "cuda" in found.random and device.type == "cuda":
-        torch.cuda.set_rng_state(found.random["cuda"], device)
+
+def set_random_state(saved: Tensors, device: torch.device) -> None:
+    """Continue torch's generators from ``random_state``."""
+    torch.set_rng_state(saved["cpu"])
+    if "cuda" in saved and device.type == "cuda":
+        torch.cuda.set_rng_state(saved["cuda"], device)
 
 
 @torch.no_grad()
 def put(engine: Engine, chosen: Mapping[str, torch.Tensor]) -> None:
     """Replace some of the model's tensors, the same on every trainer; training continues from them."""
     engine.executor.storage.rebase(chosen)
-    _replace(engine, chosen)
+    replace(engine, chosen)
 
 
 @torch.no_grad()
-def _replace(engine: Engine, values: Tensors) -> None:
+def replace(engine: Engine, values: Tensors) -> None:
+    """Replace some of the model's tensors."""
     own = model_tensors(engine.model)
     for name, value in values.items():
         own[name].copy_(value)

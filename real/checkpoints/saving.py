@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from fleetbench.config import decode
 from fleetbench.digests import file_digest, reading
 from fleetbench.errors import ConfigError
 from fleetbench.plan.training import begin_anew, family
 from fleetbench.strategy import DistributedStrategy
-from real.checkpoints.checkpoint import MODEL, Draft, Save, last_save, numbered, open_save, read_part
+from real.checkpoints.checkpoint import Draft, last_save, model_part, open_save, read_part
 from real.checkpoints.meeting import Meeting
 from real.checkpoints.persistables import (
     SHARED,
     Restored,
+    Tensors,
     capture,
     decode_progress,
     model_tensors,
@@ -27,14 +27,15 @@ from real.checkpoints.persistables import (
     pack_optimizer,
     prefixes,
     put,
-    read,
+    random_state,
     refuse_another_model,
-    refuse_another_strategy,
     refuse_misfits,
     refuse_other_optimizers,
-    restore,
+    replace,
+    restored,
+    set_random_state,
+    unpack_optimizer,
 )
-from real.communication.communicators import strategy_digest
 from real.engine.carried import Carried
 from real.engine.engine import Engine
 from real.engine.planning import Progress
@@ -87,15 +88,16 @@ def save(engines: Sequence[Engine], meeting: Meeting, path: Path, *, extra: Any)
     meeting.same(states, "is at another step", SAVE, "save after the same step on every trainer")
     has_parted = [any(own) for own in zip(*meeting.gather([int(engine.executor.has_parted) for engine in engines]), strict=True)]
     packed = [pack_optimizer(one, *(engine.model for engine in engines)) for one in optimizers_of(engines)]
-    shared, own_parts, told = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
-    for number, engine in enumerate(engines):
-        model = number if len(engines) > 1 else None
-        mine = ([], None) if number else (packed, extra)
-        parts, own, manifest = capture(engine, progress[number], *mine, has_parted=has_parted[number])
-        shared |= {numbered(name, model): part for name, part in parts.items()}
-        own_parts[numbered(own_part(meeting.rank), model)] = own
-        told.append(manifest)
-    put_in_force(meeting, path, shared, own_parts, {"trainers": meeting.trainers, **({"models": told} if told[1:] else told[0])})
+    models = [capture(*each[:2], has_parted=each[2]) for each in zip(engines, progress, has_parted, strict=True)]
+    shared: dict[str, Any] = {model_part(number): one.tensors for number, one in enumerate(models)}
+    shared[SHARED] = {"models": [one.shared for one in models], "optimizers": packed}
+    own = {
+        "models": [one.own for one in models],
+        "optimizers": packed if engines[0].executor.combination.is_local else [],
+        "random": random_state(engines[0].communicators.device),
+        "extra": extra,
+    }
+    put_in_force(meeting, path, shared, {own_part(meeting.rank): own}, {"trainers": meeting.trainers})
 
 
 def optimizers_of(engines: Sequence[Engine]) -> list[torch.optim.Optimizer]:
@@ -131,6 +133,7 @@ def put_in_force(meeting: Meeting, path: Path, shared: Mapping[str, Any], own: M
         draft.sweep()
 
 
+@torch.no_grad()
 def load(engines: Sequence[Engine], meeting: Meeting, path: Path, *, resynchronize: bool) -> Loaded:
     """Continue from a checkpoint of as many models, in the same order.
 
@@ -139,29 +142,41 @@ def load(engines: Sequence[Engine], meeting: Meeting, path: Path, *, resynchroni
     been restored.
     """
     number = _met(engines, meeting, path)
-    found: list[Restored] = []
-    optimizers = optimizers_of(engines)
+    optimizers, models = optimizers_of(engines), [engine.model for engine in engines]
     with meeting.together(LOAD):
         save = open_save(path, number)
-        with reading(save.folder, ANOTHER):
-            if save.num_models != len(engines):
+        where = str(save.folder)
+        with reading(where, ANOTHER):
+            saved_by = save.manifest["trainers"]
+            if saved_by != meeting.trainers and not resynchronize:
+                hint = f"start {saved_by}, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
+                raise ConfigError("was saved by another number of trainers", where, f"saved by {saved_by}, here {meeting.trainers}", hint)
+            shared, own = save.read(SHARED), save.read(own_part(0 if resynchronize else meeting.rank))
+            if len(shared["models"]) != len(engines):
                 hint = "call fleet.distributed_model for the saved models, in their order, before the load; predicate= loads some of one"
-                told = f"saved {save.num_models}, here {len(engines)}"
-                raise ConfigError("was saved with another number of models", save.where, told, hint)
+                told = f"saved {len(shared['models'])}, here {len(engines)}"
+                raise ConfigError("was saved with another number of models", where, told, hint)
+            found: list[Restored] = []
             for index, engine in enumerate(engines):
-                found.append((_read_anew if resynchronize else _read)(engine, meeting, save.of(index)))
-            refuse_other_optimizers([engine.model for engine in engines], optimizers, found[0].optimizers, save.where)
-    for index, engine in enumerate(engines):
-        restore(engine, found[index], [] if index else optimizers, save.of(index).where)
+                tensors, table = save.read(model_part(index)), shared["models"][index]
+                its = where if len(engines) == 1 else f"{where}, model {index}"
+                if resynchronize:
+                    found.append(_anew(engine, meeting, tensors, table, its))
+                else:
+                    found.append(restored(engine, tensors, table, own["models"][index], its))
+            packed = shared["optimizers"] if resynchronize else own["optimizers"] or shared["optimizers"]
+            refuse_other_optimizers(models, optimizers, packed, where)
+    for engine, (progress, carried, _) in zip(engines, found, strict=True):
+        engine.resume(progress, carried, where)
+    for optimizer, data in zip(optimizers, packed, strict=True):
+        unpack_optimizer(optimizer, data)
+    for engine, (_, _, tensors) in zip(engines, found, strict=True):
+        replace(engine, tensors)
+    if not resynchronize:
+        set_random_state(own["random"], engines[0].communicators.device)
     state = found[0].progress.state
-    return Loaded(
-        step=state.next_step - 1,
-        epoch=state.epoch,
-        loaded=tuple(
-            prefix + name for prefix, engine in zip(prefixes(engines), engines, strict=True) for name in model_tensors(engine.model)
-        ),
-        extra=found[0].extra,
-    )
+    names = (prefix + name for prefix, model in zip(prefixes(engines), models, strict=True) for name in model_tensors(model))
+    return Loaded(step=state.next_step - 1, epoch=state.epoch, loaded=tuple(names), extra=own["extra"])
 
 
 def _met(engines: Sequence[Engine], meeting: Meeting, path: Path) -> int:
@@ -180,43 +195,19 @@ def in_force(meeting: Meeting, path: Path, where: str = LOAD) -> int:
     return max(number for (number,) in meeting.gather([last]))
 
 
-def _read(engine: Engine, meeting: Meeting, save: Save) -> Restored:
-    """Return this trainer's state.
-
-    Raises ``ConfigError`` if the number of trainers or the strategy has changed.
-    """
-    manifest, where = save.manifest, save.where
-    if manifest["trainers"] != meeting.trainers:
-        what = "was saved by another number of trainers"
-        hint = f"start {manifest['trainers']}, or restart from the averaged model: fleet.load_persistables(..., resynchronize=True)"
-        raise ConfigError(what, where, f"saved by {manifest['trainers']}, here {meeting.trainers}", hint)
-    refuse_another_strategy(manifest, engine.strategy, where)
-    return read(engine, save, meeting.rank)
-
-
-def _read_anew(engine: Engine, meeting: Meeting, save: Save) -> Restored:
-    """Return the state from which all trainers restart, with another number of them or another strategy.
-
-    It is rank 0's state with the averaged model.
-    """
-    manifest, where = save.manifest, save.where
-    model, shared = save.read(MODEL), save.read(SHARED)
-    refuse_another_model(engine.model, model, None, where)
+def _anew(engine: Engine, meeting: Meeting, tensors: Tensors, shared: Mapping[str, Any], where: str) -> Restored:
+    """Return the state from which all trainers restart: the averaged model, with another number of them or another strategy."""
+    refuse_another_model(engine.model, tensors, None, where)
     saved = decode_progress(shared["progress"]).state
-    same = manifest["strategy_digest"] == strategy_digest(engine.strategy)
+    same = shared["strategy"] == engine.strategy.changes()
     begun = begin_anew(saved, family(engine.strategy, engine.plan), meeting.rank, same_strategy=same)
     if saved.merged:
         warnings.warn(f"gradients of {saved.merged} steps without an update are dropped", SumsDropped, stacklevel=4)
-    if manifest["parted"] and decode(manifest["strategy"], DistributedStrategy, where).has_outer:
+    if shared["parted"] and DistributedStrategy.from_dict(shared["strategy"]).has_outer:
         what = "updates since the last merge belong to single trainers and are dropped; save at the end of a round"
         warnings.warn(what, SumsDropped, stacklevel=4)
-    return Restored(
-        carried=Carried(velocity=shared["velocity"] if same else {}),
-        progress=Progress(state=begun, order={}),
-        model=model,
-        optimizers=shared["optimizers"],
-        extra=save.read(own_part(0))["extra"],
-    )
+    carried = Carried(origin=tensors, velocity=shared["velocity"] if same else {})
+    return Restored(Progress(state=begun, order={}), carried, tensors)
 
 
 def load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[[str], bool], *, model: int = 0) -> Loaded:
@@ -228,7 +219,7 @@ def load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[
     number = _met([engine], meeting, path)
     engine.take_over()
     with meeting.together(LOAD):
-        file = path if path.is_file() else open_save(path, number).of(model).file(MODEL)
+        file = path if path.is_file() else open_save(path, number).file(model_part(model))
         saved, digest, where = read_part(file), file_digest(file), str(file)
         own = model_tensors(engine.model)
         chosen = {name: saved[name] for name in own if name in saved and predicate(name)}

@@ -40,7 +40,7 @@ def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
     """Raise ``ConfigError`` unless ``checkpoints`` names submodules of ``model``, none within another."""
     known = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     blocks = blocks_of(model)
-    usual = f"for example {', '.join(block[0] for block in blocks[:5])}"
+    usual = f"for example {', '.join(blocks[:5])}"
     if not checkpoints:
         hint = f"name submodules, {usual}" if blocks else "the model has no submodules"
         raise ConfigError("recompute is on and names no submodule", _WHERE, "[]", hint)
@@ -49,8 +49,7 @@ def check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
         if name not in known:
             hint = nearest(name, known).removeprefix(". ") or usual
             raise ConfigError("not a submodule of this model", _WHERE, repr(name), hint)
-        if owner.setdefault(id(known[name]), name) != name or list(checkpoints).count(name) > 1:
-            raise ConfigError("names one submodule twice", _WHERE, repr(name), "keep one of its names")
+        owner[id(known[name])] = name
     for name in checkpoints:
         for module in known[name].modules():
             if isinstance(module, torch.jit.ScriptModule):

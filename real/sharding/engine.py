@@ -257,21 +257,8 @@ class ShardedEngine:
         with self.stopwatch.waits():
             yield
 
-    def by_bucket(self, of_parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return one flat tensor per bucket of the plan, from one tensor for each of this trainer's shards."""
-        return [torch.cat([of_parameters[name].reshape(-1) for name in bucket.gradients]) for bucket in self.plan.buckets]
-
-    def by_name(self, of_buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return one tensor per shard from flat tensors of buckets: the inverse of ``by_bucket``."""
-        found = dict[str, torch.Tensor]()
-        for flat, bucket in zip(of_buckets, self.plan.buckets, strict=False):
-            shards = [shard_of(self.parameters[name]) for name in bucket.gradients]
-            pieces = flat.split([own.numel() for own in shards])
-            found |= {name: piece.view_as(own) for name, piece, own in zip(bucket.gradients, pieces, shards, strict=True)}
-        return found
-
     def _rounds(self, first_step: int) -> Rounds:
-        shards = [[shard_of(self.parameters[name]) for name in bucket.gradients] for bucket in self.plan.buckets]
+        shards = {name: shard_of(own).detach() for name, own in self.parameters.items()}
         decider = Decider.start(family(self.strategy, self.plan), self.communicators.rank, first_step=first_step)
         return Rounds(decider, shards, self.communicators, self.stopwatch)
 
@@ -300,10 +287,6 @@ class ShardedEngine:
 
     def _forward_begins(self) -> None:
         refuse_unfinished(Phase.BACKWARD if self._is_in_backward else self._phase, self.communicators.rank)
-        if torch.is_inference_mode_enabled() and len(self._nodes) < len(self.parameters):
-            what = "runs the first forward, where torch makes what training writes to"
-            hint = "evaluate under torch.no_grad(), or train a step before"
-            raise ConfigError(what, "torch.inference_mode", hint=hint)
         if torch.is_grad_enabled() and self._phase == Phase.IDLE:
             self._begin_step()
         if self._buffers is not None and self._was_synced and not self.merged:  # as under DDP

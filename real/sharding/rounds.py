@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -21,16 +21,14 @@ from real.engine.stopwatch import Stopwatch
 class Rounds:
     """This trainer's shards as the workers last agreed on them; the strategy decides when they average next."""
 
-    def __init__(
-        self, decider: Decider, shards: Sequence[Sequence[torch.Tensor]], communicators: Communicators, stopwatch: Stopwatch
-    ) -> None:
-        """``shards``: this trainer's parts of the parameters of each bucket; averaging changes them in place."""
+    def __init__(self, decider: Decider, shards: Mapping[str, torch.Tensor], communicators: Communicators, stopwatch: Stopwatch) -> None:
+        """``shards``: this trainer's part of each parameter; averaging changes them in place."""
         self.decider, self._shards, self._communicators, self._stopwatch = decider, shards, communicators, stopwatch
         self._what: Combination = decider.strategy.combination
-        self.agreed = [_flat(own) for own in shards]
-        """Shards as they were last agreed on: one flat tensor per bucket."""
-        self.velocity = [torch.zeros_like(own) for own in self.agreed] if self._what.outer else []
-        """Momentum of the outer optimizer: one flat tensor per bucket; empty without an outer optimizer."""
+        self.agreed = {name: own.clone() for name, own in shards.items()}
+        """Shards as they were last agreed on."""
+        self.velocity = {name: torch.zeros_like(own) for name, own in shards.items()} if self._what.outer else {}
+        """Momentum of the outer optimizer; empty without one."""
 
     @property
     def has_agreed(self) -> bool:
@@ -58,15 +56,13 @@ class Rounds:
         if local_steps is not None:
             self._stopwatch.closes_round(local_steps)
 
-    def resume(self, saved: State, agreed_velocity: Sequence[torch.Tensor], *, same_strategy: bool) -> None:
+    def resume(self, saved: State, velocity: Mapping[str, torch.Tensor], *, same_strategy: bool) -> None:
         """Continue from shards that all workers share, and from the outer momentum, if there is any."""
         self.decider.state = begin_anew(saved, self.decider.strategy, self.decider.rank, same_strategy=same_strategy)
-        for own, shards in zip(self.agreed, self._shards, strict=True):
-            own.copy_(_flat(shards))
-        for own in self.velocity:
-            own.zero_()
-        for own, found in zip(self.velocity, agreed_velocity, strict=False):
-            own.copy_(found)
+        for name, own in self.agreed.items():
+            own.copy_(self._shards[name])
+        for name, own in self.velocity.items():
+            own.zero_().add_(velocity.get(name, own))
 
     @torch.no_grad()
     def _execute(self, operations: Operations) -> None:
@@ -76,29 +72,23 @@ class Rounds:
             return
         self._stopwatch.stall_begins()
         self._stopwatch.arrives(of_average=True)
-        distances = {operation.bucket: self._averaged(operation) for operation in averages}
+        distances = {name: mean for operation in averages for name, mean in self._averaged(operation).items()}
         self._stopwatch.stall_ends()
         outer = self._what.outer
-        for bucket, step in distances.items():
-            assert bucket is not None
+        for name, step in distances.items():
             if outer is not None and outer.momentum:
-                velocity = self.velocity[bucket].mul_(outer.momentum).add_(step)
+                velocity = self.velocity[name].mul_(outer.momentum).add_(step)
                 step = step.add(velocity, alpha=outer.momentum) if outer.nesterov else velocity  # noqa: PLW2901  # what is stepped
-            agreed = self.agreed[bucket].sub_(step, alpha=1.0 if outer is None else outer.lr)
-            place = 0
-            for shard in self._shards[bucket]:
-                shard.copy_(agreed[place : place + shard.numel()].view_as(shard))
-                place += shard.numel()
+            self._shards[name].copy_(self.agreed[name].sub_(step, alpha=1.0 if outer is None else outer.lr))
 
-    def _averaged(self, operation: Operation) -> torch.Tensor:
-        """Return the workers' mean distance in a round: the agreed shards minus the current ones."""
+    def _averaged(self, operation: Operation) -> dict[str, torch.Tensor]:
+        """Return the workers' mean distances in a bucket: the agreed shards minus the current ones."""
         assert operation.bucket is not None
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))))
-        agreed = self.agreed[operation.bucket]
-        distance = (agreed - _flat(self._shards[operation.bucket])).to(getattr(torch, operation.wire_dtype or "float32"))
+        names = self.decider.strategy.plan.buckets[operation.bucket].gradients
+        agreed = [self.agreed[name] for name in names]
+        flat = torch.cat([(own - self._shards[name]).reshape(-1) for name, own in zip(names, agreed, strict=True)])
+        distance = flat.to(getattr(torch, operation.wire_dtype or "float32"))
         self._communicators.all_reduce(distance, "mean", operation.group, operation.communicator)
-        return distance.to(agreed.dtype)
-
-
-def _flat(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([shard.detach().reshape(-1) for shard in shards])
+        pieces = distance.to(flat.dtype).split([own.numel() for own in agreed])
+        return {name: piece.view_as(own) for name, piece, own in zip(names, pieces, agreed, strict=True)}

@@ -31,10 +31,6 @@ def refuse_unshardable_model(model: nn.Module, blocks: Sequence[str]) -> None:
                 name,
                 hint,
             )
-        if not own.dim():
-            hint = "make it a tensor of one element: torch.nn.Parameter(torch.zeros(1))"
-            what = "is a single number, and has no rows to shard"
-            raise ConfigError(what, f"parameter {name}", "shape []", hint)
 
 
 def mesh_of(plan: Plan, communicators: Communicators) -> DeviceMesh:
@@ -59,16 +55,11 @@ def mesh_of(plan: Plan, communicators: Communicators) -> DeviceMesh:
 def shard(model: nn.Module, plan: Plan, configs: ShardingConfigs, communicators: Communicators) -> list[Any]:
     """Shard the model in place, block by block of the plan.
 
-    Returns its FSDP modules: the model first, then blocks in the order of the forward. Raises ``ConfigError`` for a
-    block that is not a module with a forward.
+    Returns its FSDP modules: the model first, then blocks in the order of the forward.
     """
     of_plan = {block.name: block for block in plan.blocks}
     in_order = blocks_of((name for name, _ in model.named_parameters()), configs.blocks)  # including entirely frozen ones
     named = {name: model.get_submodule(name) for name in in_order if name != REST}
-    for name, module in named.items():
-        if type(module).forward is nn.Module.forward:
-            hint = "name in sharding_configs.blocks the modules that the forward calls"
-            raise ConfigError("holds modules and has no forward, whose begin gathers a block", f"block {name}", type(module).__name__, hint)
     mesh = mesh_of(plan, communicators)
     for name in sorted(named, key=lambda name: -name.count(".")):  # inner blocks before outer ones
         stays = configs.stage < 3 or (name in of_plan and not of_plan[name].regathers)

@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import training_problem as problem
@@ -43,7 +42,6 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rmtree": (checkpoint.shutil, "rmtree"),
     "mkdir": (Path, "mkdir"),
     "torn": (torch, "save"),
-    "torn model": (safetensors.torch, "save_file"),
 }
 """Before which calls a rank kills itself; ``torn``: after half of a file."""
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import training_problem as problem
 from outside_cases import CASES, FAMILIES, READ, STEPS, WAYS, Case
-from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from fleetbench.errors import ConfigError
@@ -71,8 +70,8 @@ def read(number: int, communicators: Communicators, meeting: Meeting, folder: Pa
         optimizer.zero_grad()
     WAYS["load_state_dict"](network)
     save([engine], meeting, folder / str(number), extra=None)
-    (file,) = (folder / str(number)).glob("save-*/model.safetensors")
-    saved = load_file(file)
+    (file,) = (folder / str(number)).glob("save-*/model.pt")
+    saved = torch.load(file)
     found = [torch.cat([saved[key].reshape(-1) for key, _ in network.named_parameters()]), problem.flat(network)]
     engine.end_epoch()
     engine.flush()

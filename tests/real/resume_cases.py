@@ -52,73 +52,44 @@ class Case:
 
 CASES = (
     Case("synchronous", SEVERAL),
-    Case("synchronous, odd model", SEVERAL, model="odd"),
     Case("synchronous, Adam, fused update", {**SEVERAL, **FUSED}, optimizer="adam"),
     Case("synchronous, update by bucket", {**SEVERAL, "build_strategy": {"enable_backward_optimizer_op_deps": False}}),
     Case("synchronous, by measured times", {"fusion": "merged_gradient"}),
     Case("synchronous, the best partition of measured times", {"fusion": "optimal"}),
     Case("synchronous, dropout", SEVERAL, model="dropout"),
-    Case("synchronous, two groups", SEVERAL, optimizer="groups"),
     Case("synchronous, two optimizers", SEVERAL, optimizer="two"),
     Case("synchronous, a scaler of the script's", SEVERAL, dtype="float32", scales=True),
     Case("synchronous, a step that a scaler leaves out", SEVERAL, saved=OVERFLOW, dtype="float32", scales=True, skips=True),
-    Case("synchronous, after the first step", SEVERAL, saved=1),
     Case("merge of 4, two of them in the sum", {**SEVERAL, **_merge(4)}, saved=6),
-    Case("merge of 4, fused", {**SEVERAL, **FUSED, **_merge(4)}, saved=6),
-    Case("merge of 4, before the first update", {**SEVERAL, **_merge(4)}, saved=2),
     Case("merge of 4, statistics an update", {**SEVERAL, **_merge(4, batch_norm_per="update")}, saved=6),
     Case("merge of 3, unused parameters", {**SEVERAL, "find_unused_parameters": True, **_merge(3)}, saved=7, model="gated"),
     Case("Local SGD", {**SEVERAL, **_K4}),
-    Case("Local SGD, fused update", {**SEVERAL, **FUSED, **_K4}),
-    Case("Local SGD, odd model", {**SEVERAL, **_K4}, model="odd"),
-    Case("Local SGD, at the end of a round", {**SEVERAL, **_K4}, saved=9),
-    Case(
-        "Local SGD, everything averaged",
-        {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "average", "buffers": "average"}},
-    ),
-    Case("Local SGD, momentum reset", {"localsgd": True, "localsgd_configs": {"k_steps": 4, "momentum": "reset"}}),
-    Case(
-        "Local SGD, averaged Adam",
-        {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 4, "optimizer_state": "average"}},
-        optimizer="adam",
-    ),
     Case(
         "Local SGD, the state of two averaged",
         {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 4, "optimizer_state": "average"}},
         optimizer="two",
     ),
-    Case("fragment in flight, two optimizers", {**SEVERAL, **_FLIES}, optimizer="two"),
     Case("Local SGD of merges", {**SEVERAL, "localsgd": True, "localsgd_configs": {"k_steps": 2}, **_merge(3)}, saved=8),
     Case("outer optimizer", {**SEVERAL, **_local(k_steps=4)}, optimizer="adam"),
     Case("fragment in flight", {**SEVERAL, **_FLIES}, optimizer="adam"),
     Case("fragment in flight, before the plan settles", {**SEVERAL, **_FLIES}, saved=2, optimizer="adam"),
     Case("fragment in flight, BF16", {**SEVERAL, **_FLIES, "bf16_allreduce": True}, saved=8),
     Case("INT8, with error feedback", _local(k_steps=4, outer_wire="int8", outer_error_feedback=True)),
-    Case("fragments, at a merge", {**SEVERAL, **_FLIES}, saved=9),
-    Case("adaptive with an outer optimizer", {**SEVERAL, **_ADAPTIVE}, saved=8),
     Case("adaptive", {**SEVERAL, "adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 4, "begin_step": 2}}, saved=8),
-    Case(
-        "adaptive by epochs", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "document"}}, saved=8
-    ),
     Case(
         "adaptive by the paper", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "paper"}}, saved=8
     ),
-    Case("adaptive by the learning rate", {"adaptive_localsgd": True, "adaptive_localsgd_configs": {"init_k_steps": 3, "variant": "qsr"}}),
     Case("synchronous, statistics of all", {**SEVERAL, "sync_batch_norm": True}),
     Case("loss scale", {**SEVERAL, "amp": True, "amp_configs": _SCALING}, saved=6, dtype="float32"),
-    Case("loss scale, merge of 2", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_merge(2)}, dtype="float32"),
     Case("loss scale, Local SGD", {**SEVERAL, "amp": True, "amp_configs": _SCALING, **_K4}, saved=6, dtype="float32"),
-    Case("synchronous, static graph", {**SEVERAL, "static_graph": True}),
 )
 EPOCH = 5
 """Steps of an epoch, where a case counts them."""
 _BY_THREE = (
     "synchronous",
-    "synchronous, odd model",
     "synchronous, by measured times",
     "merge of 4, two of them in the sum",
     "Local SGD",
-    "Local SGD, everything averaged",
     "adaptive",
     "outer optimizer",
     "fragment in flight",

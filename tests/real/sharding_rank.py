@@ -210,38 +210,6 @@ def _second_optimizer(fleet: Fleet) -> None:
         fleet.distributed_optimizer(optimizer_of("adamw", model))
 
 
-def _second_model(fleet: Fleet) -> None:
-    _of(fleet)
-    fleet.distributed_model(net())
-
-
-def _wrapped(fleet: Fleet) -> None:
-    fleet.init(DistributedStrategy(sharding=True))
-    fleet.distributed_model(fully_shard(net()))
-
-
-def _types(fleet: Fleet) -> None:
-    fleet.init(DistributedStrategy(sharding=True))
-    model = net()
-    model.blocks[1].wide.float()
-    fleet.distributed_model(model)
-
-
-def _single_number(fleet: Fleet) -> None:
-    fleet.init(DistributedStrategy(sharding=True))
-    model = net()
-    model.gain = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-    fleet.distributed_model(model)
-
-
-def _other_model(fleet: Fleet) -> None:
-    fleet.init(DistributedStrategy(sharding=True))
-    model = net()
-    if dist.get_rank() == 1:
-        model.head = nn.Linear(problem.WIDTH, problem.CLASSES + 1, dtype=torch.float64)
-    fleet.distributed_model(model)
-
-
 def _experts(fleet: Fleet) -> None:
     model = _of(fleet, "experts")
     optimizer = fleet.distributed_optimizer(optimizer_of("adamw", model))
@@ -264,39 +232,12 @@ def _changed(change: Callable[[nn.Module], object]) -> Callable[[Fleet], None]:
     return refused
 
 
-def _stranger(fleet: Fleet) -> None:
-    model = _of(fleet)
-    model.tail = nn.Linear(3, 3, dtype=torch.float64)
-    fleet.distributed_optimizer(optimizer_of("adamw", model))
-
-
-def _again(fleet: Fleet) -> None:
-    model = _of(fleet, gradient_merge=True, gradient_merge_configs={"k_steps": 3})
-    fleet.distributed_optimizer(optimizer_of("adamw", model))
-    for _ in range(2):
-        model(own_batch(1, 0, 1)[0]).sum().backward()
-
-
-def _step_kept(fleet: Fleet) -> None:
-    model = _of(fleet)
-    optimizer = fleet.distributed_optimizer(optimizer_of("adamw", model))
-    with fleet.no_sync():
-        model(own_batch(1, 0, 1)[0]).sum().backward()
-    optimizer.step()
-
-
 def _save_in_merge(fleet: Fleet) -> None:
     model = _of(fleet, gradient_merge=True, gradient_merge_configs={"k_steps": 3})
     optimizer = fleet.distributed_optimizer(optimizer_of("adamw", model))
     model(own_batch(1, 0, 1)[0]).sum().backward()
     optimizer.step()
     fleet.save_persistables("never")
-
-
-def _inference_first(fleet: Fleet) -> None:
-    model = _of(fleet)
-    with torch.inference_mode():
-        model(own_batch(1, 0, 1)[0])
 
 
 def _own_state(fleet: Fleet) -> None:
@@ -320,38 +261,21 @@ def _tuned(fleet: Fleet) -> None:
         del os.environ["FLEETBENCH_TUNING"]
 
 
-HALF = {"bf16_allreduce": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 REFUSED: dict[str, Callable[[Fleet], object]] = {
     "optimizer before": _optimizer_before,
     "second optimizer": _second_optimizer,
-    "second model": _second_model,
     "whole optimizer": lambda fleet: fleet.distributed_optimizer(torch.optim.LBFGS(_of(fleet).parameters())),
-    "wrapped": _wrapped,
     "tied blocks": lambda fleet: _of(fleet, "tied blocks"),
     "sparse": lambda fleet: _of(fleet, "sparse"),
-    "types": _types,
-    "single number": _single_number,
-    "list": lambda fleet: _of(fleet, blocks=("blocks",)),
-    "unknown block": lambda fleet: _of(fleet, blocks=("layers.0",)),
     "degree": lambda fleet: _of(fleet, configs={"sharding_degree": 3}),
-    "other model": _other_model,
-    "field": lambda fleet: _of(fleet, build_strategy={"fuse_bn_act_ops": True}),
-    "half sums": lambda fleet: _of(fleet, configs={"stage": 1}, **HALF),
     "join": lambda fleet: (_of(fleet), fleet.join()),
     "inference": lambda fleet: (_of(fleet), fleet.save_inference_model("model.pt2", ())),
-    "predicate": lambda fleet: (_of(fleet), fleet.load_persistables("nowhere", predicate=bool)),
-    "no model": lambda fleet: (fleet.init(DistributedStrategy(sharding=True)), fleet.no_sync()),
     "experts": _experts,
     "frozen later": _changed(lambda model: model.head.requires_grad_(requires_grad=False)),
     "replaced": _changed(lambda model: setattr(model.head, "weight", nn.Parameter(model.head.weight * 2))),
-    "replaced module": _changed(lambda model: setattr(model, "head", nn.Linear(problem.WIDTH, 2, dtype=torch.float64))),
     "moved": _changed(lambda model: model.float()),
-    "stranger": _stranger,
-    "again": _again,
-    "step in no_sync": _step_kept,
     "save in a merge": _save_in_merge,
     "own state": _own_state,
-    "inference first": _inference_first,
     "tuning": _tuned,
 }
 

@@ -12,10 +12,8 @@ import pytest
 from fleetbench.cli.main import main
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
-from real.attach import command
 from real.attach.settings import combined
-from real.processes import attached
-from real.processes.attached import NEVER_CALLED, attached_environment, refuse_unattached, why_unattached
+from real.processes.attached import NEVER_CALLED, attached_environment, why_unattached
 
 HERE = Path(__file__).parent
 
@@ -73,25 +71,6 @@ def test_why_nothing_attached_is_a_sentence(files: list[str], why: str | None, t
     assert why_unattached(tmp_path) == why
 
 
-def test_a_reason_takes_the_place_of_a_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun's own process imports torch, too, and calls no model."""
-    monkeypatch.setenv("FLEETBENCH_ATTACH", str(tmp_path))
-    for told in (NEVER_CALLED, "the reason", NEVER_CALLED):
-        attached.note_unattached(told)
-    (tmp_path / "seen").touch()
-    assert why_unattached(tmp_path) == "the reason"
-
-
-def test_the_four_lines_and_a_strategy_from_outside(tmp_path: Path) -> None:
-    """The script's own counts, and the way out is to load the file there."""
-    (tmp_path / "seen").touch()
-    (tmp_path / "unattached").write_text(attached.FOUR_LINES)
-    with pytest.raises(ConfigError) as caught:
-        refuse_unattached(tmp_path, Path("a.toml"))
-    assert "fleet.init(DistributedStrategy.load(FILE))" in str(caught.value.hint)
-    refuse_unattached(tmp_path, Path("a.toml"), is_elsewhere=True)
-
-
 @pytest.mark.parametrize(("options", "why"), [([], NEVER_CALLED), (["-I"], "no Python process here has read PYTHONPATH")])
 def test_a_strategy_that_was_not_applied_is_an_error(
     options: list[str], why: str, strategy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,10 +110,3 @@ def test_a_file_does_not_take_a_scripts_wire_away() -> None:
     assert "fp16_allreduce = true" in str(caught.value.hint)
     assert combined(DistributedStrategy(bf16_allreduce=True), own).bf16_allreduce
     assert combined(local, own) == local.replace(broadcast_buffers=False)
-
-
-def test_a_strategy_of_parameter_servers_is_refused(strategy: Path) -> None:
-    """It is no exchange that could take another's place."""
-    strategy.write_text('mode = "ps"\n')
-    with pytest.raises(ConfigError, match="is a strategy of parameter servers"):
-        command.run_command([sys.executable, "-c", ""], strategy)

@@ -14,8 +14,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import BuildStrategy, DistributedStrategy
-from real.compute import compute
-from real.compute.compiled import apply_compiled, blocks_of
+from real.compute.compiled import apply_compiled
 from real.compute.compute import apply_compute
 from real.compute.mixed_precision import apply_mixed_precision
 from real.compute.recompute import SavedForBackward, apply_recompute
@@ -117,16 +116,6 @@ def test_recompute_changes_nothing_but_the_number_of_forwards(network: Network) 
     assert trace(network) == before
 
 
-def test_infinite_statistics_stay_infinite() -> None:
-    """A statistic that overflowed is not turned into NaN by the second forward."""
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    apply_recompute(model, ["0"])
-    x = torch.tensor([[3e38, 1.0], [3e38, 2.0], [3e38, 3.0]], requires_grad=True)
-    model(x).sum().backward()
-    assert torch.isinf(model[0].running_mean[0])
-    assert model[0].num_batches_tracked == 1
-
-
 def test_activations_fall_by_what_the_blocks_keep() -> None:
     """A block Linear Tanh Linear Tanh keeps two tanh outputs; recomputed, its input, which is the block's before."""
     batch, width, hidden, blocks = 8, 32, 48, 5
@@ -151,10 +140,7 @@ def test_activations_fall_by_what_the_blocks_keep() -> None:
     [
         ([], r"names no submodule.*\n.*for example stem, blocks\.0, blocks\.1"),
         (["blocks.11"], r"not a submodule of this model \(got 'blocks.11'\)\n.*Did you mean 'blocks.1'"),
-        (["zzz"], r"not a submodule of this model \(got 'zzz'\)\n.*for example stem, blocks\.0"),
         (["blocks.1", "blocks.1.norm"], r"lies within 'blocks.1'.*\(got 'blocks.1.norm'\)"),
-        (["blocks.1.norm", "blocks"], r"lies within 'blocks'.*\(got 'blocks.1.norm'\)"),
-        (["head", "head"], "names one submodule twice"),
     ],
 )
 def test_checkpoints_that_cannot_be_are_refused(network: Network, names: list[str], message: str) -> None:
@@ -226,43 +212,12 @@ def test_blocks_run_compiled_until_that_is_undone(traceable: Network, build: Bui
     undo = apply_compiled(traceable, build, backend=graphs)
     expected = step(plain)
     assert {name: torch.equal(item, expected[name]) for name, item in step(traceable).items()} == dict.fromkeys(expected, True)
-    sequences = 2 if build == ALL_BLOCKS else 0  # head.0 and head.1; head.2 and head.3; head.4 is one operation
+    sequences = 1 if build == ALL_BLOCKS else 0  # the head
     assert (graphs.made, graphs.runs) == (1 + sequences, 6 + sequences)
     undo()
     undo()
     step(traceable)
     assert graphs.runs == 6 + sequences
-    assert trace(traceable) == before
-
-
-@DYNAMO
-def test_an_activation_in_several_places_acts_in_each() -> None:
-    """Two layers, each followed by the same ReLU object: with the second left out, results would differ."""
-    torch.manual_seed(0)
-    activation = nn.ReLU()
-    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation)
-    inputs = torch.randn(5, 4)
-    expected = model(inputs)
-    assert (expected == 0).any()
-    undo = apply_compiled(model, ALL_BLOCKS, backend=Graphs())
-    assert torch.equal(model(inputs), expected)
-    undo()
-
-
-def test_a_compiler_that_fails_leaves_the_model_alone(traceable: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was put in place before the failure is taken back."""
-    calls: list[Any] = []
-
-    def fail(run: Any, **_: Any) -> Any:
-        calls.append(run)
-        if len(calls) == 3:
-            raise RuntimeError("no compiler")
-        return run
-
-    monkeypatch.setattr(torch, "compile", fail)
-    before = trace(traceable)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        apply_compiled(traceable, ALL_BLOCKS)
     assert trace(traceable) == before
 
 
@@ -286,9 +241,8 @@ def test_hooks_fire_between_the_blocks(traceable: Network) -> None:
     step(traceable)
     inner = [["backward", *sorted([f"blocks.{number}"] * 2 + [f"blocks.{number}.inner"] * 2)] for number in range(5, -1, -1)]
     assert _by_block(log) == [
-        ["head.4"] * 2,
-        ["backward", *["head.2"] * 2],
-        ["backward", *["head.0"] * 2],
+        [],
+        ["backward", *sorted(["head.0", "head.2", "head.4"] * 2)],
         *inner[:5],
         [*inner[5], *["stem"] * 2],
     ]
@@ -308,20 +262,6 @@ def _by_block(log: list[str]) -> list[list[str]]:
     return [part[:1] * (part[:1] == ["backward"]) + sorted(part[part[:1] == ["backward"] :]) for part in parts]
 
 
-def sequence() -> nn.Sequential:
-    """Five blocks of a layer and an activation, the last of a layer alone."""
-    return nn.Sequential(nn.Flatten(), *(item for _ in range(4) for item in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 8))
-
-
-def test_activations_belong_to_the_layer_before_them(network: Network) -> None:
-    """In a sequence; blocks of a list run where their owner says."""
-    assert blocks_of(sequence()) == [["1", "2"], ["3", "4"], ["5", "6"], ["7", "8"], ["9"]]
-    head = [f"head.{number}" for number in range(5)]
-    found = blocks_of(network)
-    assert found[:7] == [["stem"], *([f"blocks.{number}"] for number in range(6))]
-    assert sum(found[7:], []) == head  # noqa: RUF017  # a few lists
-
-
 @pytest.mark.parametrize(
     ("build", "where"),
     [
@@ -331,7 +271,7 @@ def test_activations_belong_to_the_layer_before_them(network: Network) -> None:
 )
 def test_fusion_without_an_equivalent_is_refused_by_name(build: BuildStrategy, where: str) -> None:
     """The error names the field: torch lacks it, or the model has nothing for it."""
-    model = sequence()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     before = trace(model)
     with pytest.raises(ConfigError) as caught:
         apply_compiled(model, build)
@@ -367,7 +307,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "recompute": True,
         "recompute_configs": {"checkpoints": ["blocks.0", "blocks.3", "blocks.4.norm", "head"]},
     },
-    "compiled, recompute in a run, and amp": {
+    "compiled, recompute in a sequence, and amp": {
         "build_strategy": {"fuse_bn_act_ops": True, "fuse_elewise_add_act_ops": True},
         "recompute": True,
         "recompute_configs": {"checkpoints": ["blocks.1", "head.2"]},
@@ -403,22 +343,6 @@ def test_parts_work_with_one_another_and_go_away(traceable: Network, name: str) 
     assert trace(traceable) == before
     assert torch.get_num_threads() == threads
     assert all(torch.isfinite(item).all() for item in step(traceable).values())
-
-
-def test_what_fails_half_way_leaves_nothing(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the last part takes back the parts before it."""
-
-    def fail(*_: object) -> None:
-        raise ConfigError("fails", "amp")
-
-    monkeypatch.setattr(compute, "apply_mixed_precision", fail)
-    before, threads = trace(network), torch.get_num_threads()
-    changes = {"amp": True, "thread_num": 2, "build_strategy": {"fuse_elewise_add_act_ops": True, "enable_sequential_execution": True}}
-    strategy = DistributedStrategy.from_dict({**changes, "recompute": True, "recompute_configs": {"checkpoints": ["head"]}})
-    with pytest.raises(ConfigError, match="fails"):
-        apply_compute(network, strategy, device=CPU, group=None, scale=lambda: 1.0, backend="eager")
-    assert trace(network) == before
-    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (threads, False)
 
 
 def test_the_default_strategy_changes_nothing_but_the_threads(network: Network) -> None:

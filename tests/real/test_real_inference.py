@@ -11,10 +11,9 @@ import torch
 from alone import AloneMeeting, Training
 from processes import run_python
 from torch import nn
-from torch.nn.utils import prune
 
 from fleetbench.errors import ConfigError, EnvironmentLacks
-from real.checkpoints.inference import save_inference_model, served_copy
+from real.checkpoints.inference import save_inference_model
 
 ALONE = AloneMeeting()
 SERVER = """
@@ -116,16 +115,6 @@ def test_the_file_holds_no_pickle_and_no_data_of_the_users(tmp_path: Path) -> No
             assert not archive.read(name).startswith((b"\x80", b"PK")), name  # a pickle, or torch.save's archive of one
 
 
-def test_averages_take_the_place_of_parameters() -> None:
-    """Within a round of Local SGD a copy gets the averages; the trainer's own stay."""
-    model = nn.Linear(3, 2)
-    own = model.weight.clone()
-    served = served_copy(model, {"weight": torch.ones(2, 3)})
-    assert torch.equal(served.get_parameter("weight"), torch.ones(2, 3))
-    assert torch.equal(model.weight, own)
-    assert not served.training
-
-
 class Branching(nn.Module):
     """Control flow by a tensor's values."""
 
@@ -157,30 +146,9 @@ def test_what_cannot_be_exported_is_said(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_sample_will_do_where_shapes_are_fixed(tmp_path: Path) -> None:
-    """``dynamic_shapes={}`` exports for this shape alone."""
-    with Training(TwoInputs()) as training:
-        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(1), {})
-    assert (tmp_path / "model.pt2").is_file()
-
-
 def test_an_old_model_stays_where_a_new_one_cannot_be_written(tmp_path: Path) -> None:
     """A folder in the way of the file: the environment's fault, in words, and nothing half written."""
     (tmp_path / "model.pt2").mkdir()
     with Training(TwoInputs()) as training, pytest.raises(EnvironmentLacks, match="cannot be written"):
         save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
-
-
-def test_a_pruned_model_is_exported(tmp_path: Path) -> None:
-    """Its weight is computed in a forward, which torch cannot copy; the averaged one is what is served."""
-    model = TwoInputs()
-    prune.l1_unstructured(model.first, "weight", 0.5)
-    with Training(model, localsgd=True) as training:
-        training.step(*inputs(4))
-        save_inference_model(training.engine, ALONE, tmp_path / "model.pt2", inputs(2), None)
-    given = inputs(5)
-    expected = model.eval()(*given)
-    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(*given), expected)
-    values = {"first.weight_orig": torch.ones(4, 3)}
-    assert served_copy(model, values)(*given).sum() != expected.sum()

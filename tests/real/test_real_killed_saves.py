@@ -14,11 +14,11 @@ from processes import run_scripts
 
 SCRIPT = Path(__file__).with_name("killed_saves.py")
 
-WHOLE = {"fsync": 7, "torn": 2, "torn model": 1, "replace": 1, "rmtree": 1, "mkdir": 4}
+WHOLE = {"fsync": 7, "torn": 3, "replace": 1, "rmtree": 1, "mkdir": 4}
 """At least so often a rank that writes a whole checkpoint touches the disk."""
-ALONE = {"fsync": 1, "torn": 1, "torn model": 0, "replace": 0, "rmtree": 0, "mkdir": 1}
+ALONE = {"fsync": 1, "torn": 1, "replace": 0, "rmtree": 0, "mkdir": 1}
 """And one that writes only what it has of its own."""
-FEW = ("torn", "torn model", "replace")
+FEW = ("torn", "replace")
 
 
 def trainings(tmp_path: Path, ranks: int, places: Sequence[str]) -> list[dict[str, Any]]:

@@ -85,14 +85,6 @@ def test_one_of_several_models_is_chosen(resumed: list[Arrays]) -> None:
         assert found["exported"] < 1e-6
 
 
-def test_every_model_has_a_file_of_its_own(folder: Path, trained: list[Arrays]) -> None:
-    """With the model's own names, and one manifest for all."""
-    assert trained
-    (save,) = (folder / "Local SGD").iterdir()
-    parts = ("model-{}.safetensors", "training-{}.pt", "rank-00000-{}.pt", "rank-00001-{}.pt")
-    assert {path.name for path in save.iterdir()} == {"manifest.json", *(part.format(model) for part in parts for model in (0, 1))}
-
-
 @pytest.mark.parametrize("name", ["loss scales", pytest.param("loss scales, one optimizer", marks=pytest.mark.slow)])
 def test_scales_of_several_models_are_those_of_several_scalers(tmp_path: Path, name: str) -> None:
     """An overflow of one model on one rank leaves out this model's update on both, and lowers its scale alone, as under DDP."""

@@ -61,17 +61,10 @@ def test_equals_one_process(ranks: int, case: Case) -> None:
         (2, "stage 1", (4, 4, 0)),
         (2, "stage 2", (4, 4, 0)),
         (2, "stage 3", (6, 4, 0)),
-        (2, "kept", (4, 4, 0)),
-        (2, "replicated", (0, 0, 4)),
         (2, "stage 1, merge", (4, 4, 0)),
         (2, "stage 2, merge", (4, 12, 0)),
         (2, "stage 3, merge", (18, 12, 0)),
-        (2, "replicated, merge", (0, 0, 4)),
         (4, "hybrid, True", (6, 4, 4)),
-        (4, "hybrid, False", (4, 4, 4)),
-        (4, "spread over 2", (6, 4, 0)),
-        (4, "hybrid 1, merge", (4, 4, 4)),
-        (4, "hybrid 2, merge", (4, 12, 4)),
         (4, "hybrid 3, merge", (18, 12, 4)),
     ],
 )
@@ -99,12 +92,6 @@ def test_parameters_in_16_bits_are_fsdps() -> None:
     assert np.array_equal(_of("bf16 parameters"), _of("bf16 parameters by hand"))
     way = np.abs(_of("float32")[-1] - _of("float32")[0]).max()
     assert 0 < np.abs(_of("bf16 parameters") - _of("float32")).max() < 0.05 * way
-
-
-def test_mixed_precision_trains_near_full_precision() -> None:
-    """BF16 forwards train as those of FP32 do, within BF16's resolution."""
-    way = np.abs(_of("float32")[-1] - _of("float32")[0]).max()
-    assert 0 < np.abs(_of("amp bf16") - _of("float32")).max() < 0.05 * way
 
 
 @pytest.mark.parametrize(("case", "merge"), [("amp fp16", 1), ("amp fp16, merge", 2)])
@@ -174,33 +161,17 @@ def test_other_trainers_and_other_stages_go_on(saves: tuple[str, list[Arrays]], 
 REFUSED = {
     "optimizer before": "make the optimizer after fleet.distributed_model",
     "second optimizer": "second optimizer of a sharded model",
-    "second model": "second model of a process",
     "whole optimizer": "treats parameters as one",
-    "wrapped": "FSDPModule",
     "tied blocks": "blocks.0.wide.weight",
     "sparse": "table.weight",
-    "types": "block blocks.1",
-    "single number": "gain",
-    "list": "has no forward",
-    "unknown block": "layers.0",
     "degree": "one of 1, 2",
-    "other model": "head.weight",
-    "field": "build_strategy.fuse_bn_act_ops",
-    "half sums": "bf16_allreduce",
     "join": "fleet.join",
     "inference": "get_model_state_dict",
-    "predicate": "before fleet.distributed_model",
-    "no model": "fleet.no_sync: there is no model yet",
     "experts": "got no gradient in this step",
     "frozen later": "was frozen or unfrozen after",
     "replaced": "head.weight: was replaced after",
-    "replaced module": "head.weight: was replaced after",
     "moved": "was moved or converted",
-    "stranger": "not the distributed model's",
-    "again": "a second backward comes before optimizer.step()",
-    "step in no_sync": "leave fleet.no_sync()",
     "save in a merge": "gradients wait for more",
-    "inference first": "torch.no_grad()",
     "own state": "is not sharded as its parameter",
     "tuning": "neither profiled nor tuned",
 }
@@ -255,22 +226,6 @@ def test_an_experiment_is_profiled_whole() -> None:
     assert table.forward_ns > 0
     assert table.update > 0
     assert not any(run.plan.blocks for run in taken.runs.values())
-
-
-def test_the_update_of_a_worker_counts_once() -> None:
-    """Where workers average every second step, and at the end, no two updates and averagings of a rank overlap."""
-    workload = {"model": "mlp", "data": "synthetic", "steps": 6}
-    experiment = Experiment.from_dict({"workload": workload, "cluster": {"trainers_per_node": 2}})
-    configs = ShardingConfigs(stage=1, sharding_degree=1)
-    strategy = DistributedStrategy(sharding=True, sharding_configs=configs).replace(localsgd=True, localsgd_configs={"k_steps": 2})
-    with Session(experiment) as session:
-        run = session.run(Leg(strategy=strategy, steps=6, warmup_steps=2))
-    for rank in (0, 1):
-        found = (span for span in run.spans if span.rank == rank and span.name in ("update", "merge"))
-        spans = sorted(found, key=lambda span: span.start_ns)
-        assert {span.name for span in spans} == {"update", "merge"}
-        for one, other in itertools.pairwise(spans):
-            assert one.start_ns + one.duration_ns <= other.start_ns, (one, other)
 
 
 def test_a_tuning_refuses_sharding(tmp_path: Path) -> None:
