@@ -24,7 +24,7 @@ from fleetbench.errors import ConfigError
 from fleetbench.profiler_traces import Call, Trace, matches, read_traces
 from fleetbench.quantities import counted
 from fleetbench.spans import Spans, inside, lengths, union, within, without
-from fleetbench.traces import Integers
+from fleetbench.stragglers import Integers
 from fleetbench.why.idle import HostWait, host_waits
 from fleetbench.why.shares import EXCHANGES, Kind, Share, Shares
 from fleetbench.why.steps import Meeting, RankStep, divided, meet

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from real.engine.buckets import ModelBuffers, dense_strides
 
 _SMALL, _LARGE = 1024, 4 * MIB  # bytes of the all-reduces that are timed
 _REPEATS = 5
+_WIDTH, _FEW = 128, 10  # width of the matrices that are multiplied, and number of products that are timed alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class Planning:
             trainers=communicators.trainers,
             trainers_per_node=trainers_per_node,
             queue_depth=communicators.queue_depth,
-            cost=cost or (measured_cost(communicators) if strategy.fuses_by_cost else None),
+            cost=cost or (measured_cost(communicators, slows=strategy.fusion == "optimal") if strategy.fuses_by_cost else None),
             buffers_nbytes=self.buffers.nbytes,
             averaged_nbytes=self.buffers.averaged_nbytes,
             holds_scatters=communicators.device.type == "cpu",
@@ -157,25 +159,40 @@ class Planning:
         return order
 
 
-def measured_cost(communicators: Communicators) -> Cost:
-    """Return rank 0's cost of an all-reduce on communicator 0, on every rank: a small and a large one are timed."""
-    small_ns, large_ns = (_median_ns(communicators, nbytes) for nbytes in (_SMALL, _LARGE))
+def measured_cost(communicators: Communicators, *, slows: bool) -> Cost:
+    """Return rank 0's cost of an all-reduce on communicator 0, on every rank: a small and a large one are timed.
+
+    ``slows``: on a CPU, compute as long as the large one also runs next to it. Together they take from once to twice as
+    long as one of them; by that share each is assumed to slow the other.
+    """
+    device = communicators.device
+    small, large = (torch.zeros(nbytes // 4, dtype=torch.float32, device=device) for nbytes in (_SMALL, _LARGE))
+    small_ns, large_ns = (_median_ns(communicators, tensor) for tensor in (small, large))
     per_byte = max(0.0, (large_ns - small_ns) / (_LARGE - _SMALL))
-    found = torch.tensor([max(0.0, small_ns - per_byte * _SMALL), per_byte], dtype=torch.float64, device=communicators.device)
+    slowdown = 0.0
+    if slows and device.type == "cpu":
+        products = max(1, round(_FEW * large_ns / max(1.0, _median_ns(communicators, None, _FEW))))
+        slowdown = min(1.0, max(0.0, _median_ns(communicators, large, products) / max(1.0, large_ns) - 1.0))
+    found = torch.tensor([max(0.0, small_ns - per_byte * _SMALL), per_byte, slowdown], dtype=torch.float64, device=device)
     communicators.broadcast(found)
     with host_reads():
-        latency_ns, ns_per_byte = found.tolist()
-    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte)
+        latency_ns, ns_per_byte, slowdown = found.tolist()
+    return Cost(latency_ns=latency_ns, ns_per_byte=ns_per_byte, compute_slowdown=slowdown, own_slowdown=slowdown)
 
 
-def _median_ns(communicators: Communicators, nbytes: int) -> float:
-    """Return the median time in ns of an all-reduce of ``nbytes``."""
-    tensor, times_ns = torch.zeros(nbytes // 4, dtype=torch.float32, device=communicators.device), []
+def _median_ns(communicators: Communicators, tensor: torch.Tensor | None, products: int = 0) -> float:
+    """Return the median time in ns until an all-reduce of ``tensor`` and ``products`` products of small matrices have ended."""
+    factor, times_ns = torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32), []
     for _ in range(_REPEATS):
         with host_reads():
             communicators.barrier()
-            begin = time.monotonic_ns()
-            communicators.all_reduce(tensor, "mean")
-            float(tensor[0])  # the host waits for the device
-            times_ns.append(time.monotonic_ns() - begin)
+        begin = time.monotonic_ns()
+        ticket = None if tensor is None else communicators.lane(0).submit(partial(communicators.all_reduce, tensor, "mean"), ())
+        for _ in range(products):
+            torch.mm(factor, factor)
+        if ticket is not None:
+            ticket.wait()
+            with host_reads():
+                float(tensor[0])  # type: ignore[index]  # the host waits for the device
+        times_ns.append(time.monotonic_ns() - begin)
     return statistics.median(times_ns)
