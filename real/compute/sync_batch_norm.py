@@ -1,8 +1,11 @@
 """Synchronised batch norm: a layer's batch is that of all trainers together.
 
-On CUDA, torch's own SyncBatchNorm. torch has none for the CPU: there, a layer gets the batches of all trainers by an
-all-reduce, normalises them as one, and returns the trainer's own part, so that a backward has an all-reduce as well.
-Gradients of weight and bias are a rank's own; the exchange averages them.
+With n samples per channel over all ranks: mean = sum(x) / n, var = sum((x - mean)^2) / n, in two all-reduces,
+because the difference of two large sums would lose the variance of data far from zero. Autograd passes
+through both, so that a backward has two all-reduces as well. Gradients of weight and bias are a rank's own;
+the exchange averages them.
+
+On CUDA, torch's own SyncBatchNorm does the same with fused kernels.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fleetbench.errors import ConfigError
 from real.communication.communicators import Errors, collective_errors
 from real.compute.living import Forward, Undo, override_forward
+from real.compute.mixed_precision import in_float32
 
 
 def apply_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup, errors: Errors = collective_errors) -> Undo:
@@ -61,46 +65,82 @@ def _become_torchs(module: nn.Module, group: dist.ProcessGroup) -> Undo:
 def _override(module: _BatchNorm, group: dist.ProcessGroup, errors: Errors) -> Undo:
     """Give the module a forward whose batch is that of all ranks; in evaluation mode it is the plain one.
 
-    Ranks' batches may have different sizes.
+    Batches of different sizes are weighted by size; a rank's batch may be empty. Statistics are float32 for
+    half precision, and the output has the input's type. The forward raises ``ConfigError`` if all ranks
+    together have one value per channel.
     """
 
     def wrap(plain: Forward) -> Forward:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's; a graph breaks at a collective
         def forward(input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
             if not module.training:
                 return cast(torch.Tensor, plain(input))
-            sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-            rank = dist.get_rank(group)
-            sizes[rank] = len(input)
-            with errors():
-                dist.all_reduce(sizes, group=group)
-            before = int(sizes[:rank].sum())
-            joint = _Joint.apply(input, slice(before, before + len(input)), int(sizes.sum()), group, errors)  # type: ignore[no-untyped-call]  # torch's
-            return cast(torch.Tensor, plain(joint)[before : before + len(input)])
+            module._check_input_dim(input)  # noqa: SLF001  # as its own forward does
+            output: torch.Tensor
+            output, mean, squares, count = _normalise(input, module.weight, module.bias, module.eps, group, errors)
+            if module.track_running_stats and module.running_mean is not None and module.running_var is not None:
+                _move_statistics(module, mean, squares / (count - 1))
+            return output
 
-        return cast(Forward, forward)
+        return forward
 
     return override_forward(module, wrap)
 
 
-class _Joint(torch.autograd.Function):
-    """The batches of all ranks. Every rank's loss depends on them, so gradients are the sum of all ranks'."""
+@torch.no_grad()
+def _move_statistics(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    assert module.num_batches_tracked is not None
+    module.num_batches_tracked.add_(1)
+    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    module.running_mean.mul_(1 - share).add_(mean.to(module.running_mean.dtype), alpha=share)
+    module.running_var.mul_(1 - share).add_(variance.to(module.running_var.dtype), alpha=share)
+
+
+class _Sum(torch.autograd.Function):
+    """A tensor's sum over the ranks of a group.
+
+    Every rank's loss depends on it, so its gradient is the sum of all ranks' gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, place: slice, size: int, group: dist.ProcessGroup, errors: Errors) -> torch.Tensor:
-        ctx.place, ctx.group, ctx.errors = place, group, errors
-        joint = own.new_zeros(size, *own.shape[1:])
-        joint[place] = own
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, errors: Errors) -> torch.Tensor:
+        ctx.group, ctx.errors = group, errors
+        total = tensor.clone(memory_format=torch.contiguous_format)
         with errors():
-            dist.all_reduce(joint, group=group)
-        return joint
+            dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        with ctx.errors():
-            dist.all_reduce(total, group=ctx.group)
-        return total[ctx.place], None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Sum.apply(gradient, ctx.group, ctx.errors), None, None  # type: ignore[no-untyped-call]  # torch's
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's; a graph breaks at a collective
+def _normalise(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup, errors: Errors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output, mean, sum of squared distances from it, and count."""
+    values = in_float32(x)
+    others = [dimension for dimension in range(x.dim()) if dimension != 1]
+    size = values.new_tensor([x.numel() // x.shape[1]])
+    sums = _Sum.apply(torch.cat([values.sum(others), size]), group, errors)  # type: ignore[no-untyped-call]  # torch's
+    count = sums[-1].detach()
+    if count.item() <= 1:
+        raise ConfigError("needs more than one value per channel over all ranks", "sync_batch_norm", str(tuple(x.shape)), "a larger batch")
+    mean = sums[:-1] / count
+    centred = values - _over_channels(mean, x)
+    squares = _Sum.apply(centred.square().sum(others), group, errors)  # type: ignore[no-untyped-call]  # torch's
+    output = centred * _over_channels(torch.rsqrt(squares / count + eps), x)
+    if weight is not None:
+        output = output * _over_channels(weight, x)
+    if bias is not None:
+        output = output + _over_channels(bias, x)
+    return output.to(x.dtype), mean.detach(), squares.detach(), count
+
+
+def _over_channels(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return vector.view(1, -1, *([1] * (x.dim() - 2)))
 
 
 def _is_on_cuda(model: nn.Module) -> bool:

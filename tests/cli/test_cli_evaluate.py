@@ -192,7 +192,7 @@ def test_pictures_go_by_their_paths(command: Callable, tmp_path: Path, monkeypat
     (root / "val").mkdir(parents=True)
     for number, colour in enumerate(colours):
         Image.new("RGB", (40 + number, 50), colour).save(root / "val" / f"{number}.png")
-    (root / "val.txt").write_text("2.png 0\nval/0.png 1\n1.png 0\n")
+    (root / "val.txt").write_text("2.png 0\n0.png 1\n1.png 0\n")
     monkeypatch.chdir(tmp_path)
     _export(torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()), torch.zeros(2, 3, 16, 16), tmp_path / "colour.pt2")
     (tmp_path / "e.toml").write_text(

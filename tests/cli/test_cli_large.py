@@ -46,7 +46,7 @@ def layers(text: str) -> str:
         (("strategy.mode=ps", f"cluster.servers={BILLION}"), "cluster.servers"),
         (("strategy.mode=ps", "cluster.servers=1", f"workload.steps={BILLION}"), "workload.steps"),
         (("strategy.mode=ps", "cluster.servers=1", f"cluster.nodes={BILLION}"), "cluster.nodes"),
-        ((layers(f"params={BILLION * BILLION // 4}"),), "workload.layers"),
+        ((layers(f"params={BILLION * BILLION // 4}"),), "experiment"),
         ((layers("params=1, repeat=1000000"),), "workload.layers"),
         ((f"workload.host={{load='1 ms', loaders={BILLION}}}",), "workload.host.loaders"),
         (("cluster.inter={bandwidth='1e-30 bit/s'}",), "cluster.inter.bandwidth"),

@@ -105,8 +105,6 @@ RECOMMENDATION = Recommendation(
             strategy=DistributedStrategy(fuse_grad_size_in_MB=2),
             simulated_s=0.012,
             measured_s=(0.010,),
-            measured_runs=("one", "two"),
-            void_runs=("two",),
             target=TargetCheck(reached=False),
             rejected="misses the target",
         ),

@@ -63,12 +63,17 @@ class Case:
 
 CASES = {
     "1d": Case(nn.BatchNorm1d),
+    "1d of sequences": Case(nn.BatchNorm1d, (7,)),
     "2d": Case(nn.BatchNorm2d, (3, 5)),
+    "3d": Case(nn.BatchNorm3d, (2, 3, 2)),
+    "no affine": Case(nn.BatchNorm2d, (3, 3), options={"affine": False}),
     "cumulative average": Case(nn.BatchNorm2d, (3, 3), options={"momentum": None}),
     "no statistics": Case(nn.BatchNorm2d, (3, 3), options={"track_running_stats": False}),
     "an empty batch": Case(nn.BatchNorm1d, batches=(4, 0, 3)),
     "one sample a rank": Case(nn.BatchNorm1d, batches=(1, 1, 1)),
     "float32": Case(nn.BatchNorm2d, (3, 5), torch.float32, tolerance=1e-5),
+    # a float32 near 3e4 is known to 2e-3; the difference of sums of squares would be off by fifty
+    "float32 far from zero": Case(nn.BatchNorm2d, (8, 8), torch.float32, batches=(8, 9, 10), mean=3e4, tolerance=5e-3),
     # the sum of the values of a channel, let alone of their squares, is more than half precision holds
     "half precision": Case(nn.BatchNorm2d, (16, 16), torch.float16, batches=(8, 9, 10), mean=20.0, tolerance=4e-3),
 }

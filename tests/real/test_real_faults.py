@@ -205,7 +205,7 @@ def test_nothing_listens_beyond_the_loopback_interface() -> None:
         ({"run": {"launcher": "slurm"}}, "run.launcher"),
         ({"run": {"launcher": "torchrun"}}, "run.launcher"),
         ({"run": {"launcher": "command"}, "workload": {"model": "script:train.py"}}, "workload.model: is a user's script"),
-        ({"workload": {"model": "resnet50"}}, "workload.model"),
+        ({"workload": {"model": "resnet50"}}, "workload.data"),
         ({"workload": {"model_options": {"hiden": 3}}}, "workload.model_options.hiden"),
         ({"workload": {"model": "mlp"}}, "workload.model_options.features"),
         ({"cluster": {"servers": 1}}, "cluster.servers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,34 @@ def test_on_cuda_the_modules_become_torchs_own(monkeypatch: pytest.MonkeyPatch) 
     assert type(layer) is nn.BatchNorm2d
     assert set(layer.__dict__) == attributes
     handle.remove()
+
+
+def test_subclasses_stay_what_they_are_and_copies_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass without a forward of its own keeps its methods; a deep copy of the model can be made, and trains by itself."""
+
+    class Named(nn.BatchNorm2d):
+        def hello(self) -> str:
+            return "hello"
+
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    model = nn.Sequential(Named(4))
+    group: Any = (value for value in ())  # cannot be copied, like a process group
+    undo = module.apply_sync_batch_norm(model, group)
+    assert type(model[0]) is Named
+    assert model[0].hello() == "hello"
+    inputs = torch.randn(3, 4, 2, 2)
+    assert torch.equal(copy.deepcopy(model)(inputs), nn.BatchNorm2d(4)(inputs))
+    undo()
+    assert "forward" not in model[0].__dict__
+
+
+def test_one_trainer_keeps_its_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics of one rank's group are its own."""
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 1)
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    group: Any = object()
+    module.apply_sync_batch_norm(model, group)()
+    assert type(model[0]) is nn.BatchNorm1d
 
 
 def test_batch_norms_with_a_forward_of_their_own_are_refused_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
