@@ -139,7 +139,6 @@ def test_tune_ends_with_the_verdict_and_the_paths(command: Callable, layers: Pat
     details = f"details {folder / 'report.html'}: 0 strategies simulated, 2 of them run for real, and what was not searched"
     assert " ".join(ended.out.split()).endswith(details)
     assert "threads were not searched" not in ended.out
-    assert '<td class="n">2, 1 void</td>' in (folder / "report.html").read_text()
     shutil.rmtree(folder)
     ended = command("tune", layers, "-v", "--out", tmp_path / "runs")
     assert "not chosen: candidate 1: misses the target" in ended.out
