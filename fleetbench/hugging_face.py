@@ -69,5 +69,5 @@ def _read(path: str) -> tuple[str, dict[str, Any]]:
     for key, value in required.items():
         if config.get(key) not in (None, value):
             what = f"the registry's {model} has {key} = {value!r}"
-            raise ConfigError(what, f"{path}: {key}", repr(config[key]), "estimate your own script instead")
+            raise ConfigError(what, f"{path}: {key}", repr(config[key]), "declare the model's layers in workload.layers instead")
     return model, options

@@ -24,10 +24,7 @@ from sim.scenario import setting_of
 
 _ALL_IN_ONE_MB = 1 << 20
 """Cap of a bucket, in MiB, that no model reaches."""
-_OF_PYTORCH = re.compile(
-    r"(DistributedDataParallel|DataLoader|fully_shard)\(\.\.\., (.*?)\)|"
-    r"model\.register_comm_hook\(None, [\w.]*default_hooks\.(\w+)_compress_hook\)"
-)
+_OF_PYTORCH = re.compile(r"(DistributedDataParallel|DataLoader|fully_shard)\(\.\.\., (.*?)\)")
 _CALLS: dict[Library, str] = {
     "Accelerate": "Accelerator(..., kwargs_handlers=[DistributedDataParallelKwargs({})])",
     "Lightning": "Trainer(..., strategy=DDPStrategy({}))",
@@ -186,17 +183,13 @@ def in_words_of(library: Library, text: str) -> str:
     """Return a text in which calls of PyTorch are replaced by those of the library that wraps PyTorch."""
 
     def called(call: re.Match[str]) -> str:
-        name, given, wire = call.groups()
+        name, given = call.groups()
         if name == "fully_shard":
             return _SHARDING[library].format(given.rpartition("=")[2]) if library in _SHARDING else call[0]
-        if library == "Trainer" and name:
+        if library == "Trainer":
             prefix = "ddp_" if name == "DistributedDataParallel" else "dataloader_"
             return f"TrainingArguments(..., {prefix}{given.replace(', ', f', {prefix}')})"
-        if wire and library == "Trainer":
-            return f"fleetbench launch --strategy FILE -- COMMAND, FILE with {wire}_allreduce = true"
-        if wire and library in _HOOKS:
-            given = _HOOKS[library].format(wire, wire.upper())
-        return _CALLS[library].format(given) if given and library in _CALLS and name != "DataLoader" else call[0]
+        return _CALLS[library].format(given) if library in _CALLS and name != "DataLoader" else call[0]
 
     return _OF_PYTORCH.sub(called, text)
 

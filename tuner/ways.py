@@ -266,7 +266,7 @@ def over_seeds(
 
 
 def _in_words(steps: float | None) -> str:
-    return "not in time" if steps is None else f"{steps:.0f}"
+    return "not reached" if steps is None else f"{steps:.0f}"
 
 
 def learns(experiment: Experiment) -> bool:

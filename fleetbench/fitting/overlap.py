@@ -36,7 +36,7 @@ class Slowdowns:
     error: float
     """Unexplained part of backward and stall, as a share of their sum."""
     statement: str | None = None
-    """Sentence about what the times could not determine; ``None`` if they determined everything."""
+    """Sentence that no all-reduce is in flight beside compute; ``None`` if one is."""
 
 
 def fit_slowdowns(exchange: Exchange, measured: Overlapped) -> Slowdowns:

@@ -139,7 +139,7 @@ def remarks(found: Transports, nodes: int, has_infiniband: bool) -> tuple[Remark
         (
             found.nvls == "unused" or nvls_off,
             "NVLink SHARP (NVLS), by which NVSwitches sum, is not used.",
-            unset("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_MAX_NCHANNELS", otherwise="NCCL_NVLS_ENABLE=1"),
+            unset(*(["NCCL_NVLS_ENABLE"] if nvls_off else []), "NCCL_ALGO", "NCCL_MAX_NCHANNELS", otherwise="NCCL_NVLS_ENABLE=1"),
         ),
         (
             max(found.channels, default=0) == 1,

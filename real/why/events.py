@@ -37,8 +37,6 @@ _MOST_BACKWARDS = 16
 _OURS = [Path(__file__).parents[2] / name for name in ("fleetbench", "real", "sim", "tuner")]
 _BELOW = ("<", *(str(path) for path in (*_OURS, Path(torch.__file__).parent, Path(threading.__file__).parent)))
 """Beginnings of the paths of files of this project, of torch and of Python's library, and of code without a file."""
-_INSTALLED = "-packages"
-"""Part of the paths of installed packages."""
 clock = time.time_ns
 """Clock of the events, which the Reducer's own times also use."""
 

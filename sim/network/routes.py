@@ -3,7 +3,6 @@
 import dataclasses
 from fractions import Fraction
 
-from fleetbench.experiment import Experiment
 from fleetbench.plan.operations import Collective, Operation
 from sim.network.algorithms import Ranks, ring
 from sim.network.gloo import SegmentedRing, gloo
@@ -62,15 +61,3 @@ def way(kind: Collective, ranks: Ranks, links: Links, *, rows: bool = False) -> 
             return MeasuredNccl(kind, ranks, links)
         return Nccl(GENERATIONS[name], kind, ranks, links, rows=rows)
     return ring(kind, ranks, links, rows=rows)
-
-
-def broadcast_ns(experiment: Experiment, nbytes: int) -> int:
-    """Return the time in ns of a broadcast of ``nbytes`` from rank 0 to all trainers on idle links.
-
-    DDP broadcasts a model's buffers in this way. Raises ``ConfigError`` for a link that is neither declared
-    nor measured.
-    """
-    if experiment.cluster.trainers == 1:
-        return 0
-    cost = way("broadcast", range(experiment.cluster.trainers), Links.of(experiment)).route(nbytes).cost
-    return cost.latency_ns + round(cost.transfer_ns)

@@ -80,7 +80,7 @@ class Work:
         self._loads: dict[Fraction | None, tuple[tuple[Port, ...], tuple[Fraction, ...]]] = {}
 
     def rounds(self, rounds: Iterable[Round]) -> Work:
-        """Add rounds of messages, in which each rank waits for its own messages only, and the first in every round."""
+        """Add rounds of messages. Each rank waits for its own messages only. Some rank must take part in every round."""
         paced = [self._paced(share, pairs) for share, pairs in rounds]
         if all(len({pace for _, _, pace in messages}) == 1 for messages in paced):
             self._phases += [((messages[0][2],), 1) for messages in paced]

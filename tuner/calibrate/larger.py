@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fleetbench.cluster import Cluster
@@ -23,6 +24,8 @@ MEASURED_SD = 0.05
 """Standard deviation of the logarithm of a step's work if a profile measured it, or a file declares it."""
 SURE = 0.9
 """Least probability with which a size is called faster, or slower."""
+FAR = 2.0
+"""Factor by which the forecast of a measured size may be off. If it is off by more, no law explains the cells."""
 SIZES = "sizes"
 
 
@@ -92,6 +95,11 @@ def larger(
     cluster, per_node = experiment.cluster, experiment.cluster.trainers_per_node
     per_node = per_node if _is_declared(cluster) else max(size.gpus_per_node for size in measured)
     posterior, asked = Scaling.of(measured, known), list[Size]()
+    for size, runs in measured.items():
+        if not 1 / FAR < posterior.forecast(size).step_s[1] / median(runs) < FAR:
+            what = "is explained by no law beside the other rows and what is declared"
+            hint = "look for a wrong unit: seconds are no milliseconds"
+            raise ConfigError(what, f"the row of {size.gpus} GPUs", f"{median(runs):.3g} s", hint)
     for number in gpus:
         nodes = max(1, number // per_node)
         if number != nodes * min(number, per_node):
@@ -120,16 +128,19 @@ def _is_declared(cluster: Cluster) -> bool:
 def _size_of(cell: Cell, cluster: Cluster, batch: int | None) -> Size:
     """Return the size of a cell. Raises ``ConfigError`` for settings that do not describe one."""
     settings = cell.settings
+    if cell.all_reduce_bytes is not None:
+        hint = "drop the row; --fit takes it"
+        raise ConfigError("is a bare all-reduce, and a forecast needs steps", cell.where, "all_reduce_bytes", hint)
     if other := settings.keys() - {NODES, PER_NODE, GPUS, BATCH, GLOBAL_BATCH}:
         hint = "columns gpus or nodes, gpus_per_node, local_batch or global_batch, seconds or samples_per_s"
         raise ConfigError("a size has no such column", cell.where, ", ".join(sorted(other)), hint)
+    if wrong := [text for text in settings.values() if not text.isdecimal() or int(text) < 1]:
+        raise ConfigError("must hold whole numbers from 1", cell.where, repr(wrong[0]), "for example 8")
+    values = {key: int(text) for key, text in settings.items()}
     try:
-        values = {key: int(text) for key, text in settings.items()}
         own = Cluster(nodes=values.get(NODES, cluster.nodes), trainers_per_node=values.get(PER_NODE, cluster.trainers_per_node))
         if GPUS in values:
             own = of_gpus(own, settings[GPUS], has_nodes=NODES in values)
-    except ValueError as error:
-        raise ConfigError("must hold whole numbers", cell.where, str(error), "for example 8") from None
     except ConfigError as error:
         raise ConfigError(error.what, f"{cell.where}, {error.where}", error.value, error.hint) from None
     if values.get(GPUS, 1) > 1 and PER_NODE not in values and not _is_declared(cluster):

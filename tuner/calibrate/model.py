@@ -26,7 +26,7 @@ from sim.many.objective import StepTime, table_key
 from sim.network.links import Links
 from sim.network.routes import way
 from sim.scenario import Scenario
-from tuner.calibrate.cells import GPUS, Cell
+from tuner.calibrate.cells import GLOBAL_BATCH, GPUS, Cell
 from tuner.simulated.assumptions import scaled
 
 COMPUTE = "compute"
@@ -194,6 +194,9 @@ def _settled(experiment: Experiment, data: Mapping[str, Any], settings: Settings
     """Return the experiment with a cell's settings, with only as many steps as the step time needs."""
     changed = copy.deepcopy(dict(data))
     of_file = dict(settings)
+    if GLOBAL_BATCH in of_file:
+        hint = "write local_batch, the samples of one trainer"
+        raise ConfigError("is not taken by --fit", GLOBAL_BATCH, str(of_file[GLOBAL_BATCH]), hint)
     gpus = of_file.pop(GPUS, None)
     for key, value in of_file.items():
         apply_override(changed, f"{key}={value}")

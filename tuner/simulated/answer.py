@@ -236,6 +236,7 @@ class _Answering:
         own_s, chosen_s = (step_s[strategy] / self.ways.weight(strategy) for strategy in (default, chosen))
         one, trainers = utilisation(experiment, chosen_s, sum(memory.values()) or None), experiment.cluster.trainers
         gains = self._gains(chosen, times)
+        lowest = min(gains.get("to_target_interval", ())[:1], default=gains["low"])
         does_not_fit = OWN_DOES_NOT_FIT if sharded.fits(experiment) is False else None
         return SimulatedRecommendation(
             experiment=experiment.digest(),
@@ -258,7 +259,7 @@ class _Answering:
             churn=self._under_churn(chosen, ranking),
             num_trials=ranking.num_trials,
             caveat="; ".join(filter(None, [does_not_fit, self.ways.said_beside(chosen)])) or None,
-            told=(*self._caveats(chosen, gains["low"], trainers * one.samples_per_s), *ranking.notes, *self.ways.notes, *notes),
+            told=(*self._caveats(chosen, lowest, trainers * one.samples_per_s), *ranking.notes, *self.ways.notes, *notes),
             **gains,
         )
 

@@ -18,7 +18,7 @@ from tuner.notes import Note, left_out
 from tuner.pytorch import UNSHARDED
 from tuner.space import needs
 
-_MOST_BY_EVENTS = 16
+_MOST_BY_EVENTS = 8
 """Largest number of trainers with which candidates are tried that the array engine does not run."""
 
 

@@ -228,7 +228,7 @@ def _more_workers(seen: Seen, rank: int) -> str:
     if log.loader is None:
         return "make batches in other processes, beside the training: DataLoader(..., num_workers=4)"
     free = log.cores - sum(other.cpu_cores for other in seen.logs if other.host == log.host)
-    if free < 0.5 and log.loader.num_workers:
+    if free < 0.5:
         return "no core is free for more loader processes: make batches cheaper, or in advance"
     waits_s = _own_s(log, "input")
     num = 2 * log.loader.num_workers or math.ceil(waits_s / max(1e-9, seen.shares.step_s - waits_s))
@@ -350,7 +350,7 @@ def _loop(seen: Seen) -> Iterator[Cause]:
         yield Cause(name="the script's own code", what=what + _mostly(_line(seen.logs[0], "loop")), shares=code)
     line = _line(seen.logs[0], "collective")
     what = f"its calls of torch.distributed take {milliseconds(total_s(calls))} ms per step{_mostly(line)}"
-    remedy = "average it over steps, or exchange it seldom"
+    remedy = "" if seen.logs[0].wrapper in ("Trainer", "Lightning") else "average it over steps, or exchange it seldom"
     yield Cause(name="the script's own collectives", what=what, shares=calls, remedy=remedy, is_bound=True)
 
 

@@ -1,4 +1,4 @@
-"""Remedies, simulated from the job's own measurements: compute without an exchange, buckets and links."""
+"""Remedies, simulated from the job's own measurements: compute, readiness of gradients, buckets and links."""
 
 from __future__ import annotations
 

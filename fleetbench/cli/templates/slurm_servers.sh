@@ -5,8 +5,8 @@
 #
 #   sbatch JOB.sh            train
 #
-# Fill in what your site asks for. A job that is preempted goes on when it is started again, from the last checkpoint at an interval:
-# servers write none when the launch is ended. The script says fleet.init_server(FOLDER), fleet.run_server(save_to=FOLDER, save_every_s=60).
+# Fill in what your site asks for. A job that is preempted goes on when it is started again, from the last checkpoint: trainers call
+# fleet.save_persistables(FOLDER) now and then, and servers fleet.init_server(FOLDER). Servers write none when the launch is ended.
 ##SBATCH --partition=...
 ##SBATCH --account=...
 #SBATCH --time=02:00:00

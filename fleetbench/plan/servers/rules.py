@@ -92,7 +92,7 @@ def early_exchanges(rules: ServerRules, step_s: float) -> tuple[str, str] | None
     if rules.mode == "synchronous" or most <= 1 or step_s * 1e9 <= rules.idle_ns:
         return None
     why = (
-        f"at most {most} steps between two exchanges, and fewer where the link carries them: a step takes {1e3 * step_s:.3g} ms, and a "
+        f"at most {most} steps between two exchanges, and fewer if the link is fast enough: a step takes {1e3 * step_s:.3g} ms, and a "
         f"trainer is idle after {rules.idle_ns * 1e-6:.3g} ms (send_wait_times = {rules.idle_ns // WAIT_NS}) and sends what it has; "
         f"send_wait_times = {math.ceil(1.5e9 * step_s / WAIT_NS)} keeps {most}"
     )
