@@ -175,8 +175,17 @@ class Collective:
         return model
 
     def _follow(self, place: torch.device) -> None:
-        """Move the exchange to the model's device, if the backend is gloo."""
-        if self._backend == "gloo" and place.type == "cuda" and place != self.communicators.device:
+        """Move the exchange to the model's device, if the backend is gloo.
+
+        Raises ``ConfigError`` if trainers have the model on different kinds of device.
+        """
+        if self._backend != "gloo" or not torch.cuda.is_available():
+            return
+        kinds = self.meeting.texts(place.type)
+        if len(set(kinds)) > 1:
+            hint = "move it to one kind of device on all trainers before fleet.distributed_model"
+            raise ConfigError("is on another kind of device than other trainers'", "the model", ", ".join(kinds), hint)
+        if place.type == "cuda" and place != self.communicators.device:
             self.communicators.move(place)
 
     def distributed_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

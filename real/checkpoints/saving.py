@@ -38,8 +38,8 @@ from real.checkpoints.persistables import (
 )
 from real.engine.carried import Carried
 from real.engine.engine import Engine
+from real.engine.outside import refuse_flying
 from real.engine.planning import Progress
-from real.engine.refusals import refuse_open
 
 SAVE = "fleet.save_persistables"
 LOAD = "fleet.load_persistables"
@@ -227,7 +227,7 @@ def load_some(engine: Engine, meeting: Meeting, path: Path, predicate: Callable[
             names = f"the checkpoint has {', '.join(list(saved)[:3])}, the model {', '.join(list(own)[:3])}"
             raise ConfigError("has no tensor that is both wanted and in the model", where, names, "let predicate(name) be true for some")
         refuse_misfits(own, chosen, where)
-        refuse_open(engine.has_agreed or not engine.executor.steps_outside, 0, LOAD)
+        refuse_flying(chosen, engine.executor)
     meeting.same(digest, "loads other tensors", LOAD, "give every trainer the same file")
     meeting.same("\n".join(chosen), "wants other tensors", LOAD, "let predicate be the same on every trainer")
     put(engine, chosen)

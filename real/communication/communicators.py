@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,11 +39,23 @@ _NUMELS = (1, 1000, 1 << 20)
 """Numbers of elements to sum: a large collective is still in flight when a small one on another communicator starts."""
 
 
-Way = tuple[str, int]
-"""Name of a group, and number of a communicator: together, a process group."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A process group of this rank, and the lane that its collectives run on."""
+
+    name: str
+    number: int
+    """Number of the group, the same on all its ranks; sizes and values of the canary's tensors depend on it."""
+    lane: Lane
+    ranks: int
+    """Number of ranks in the group."""
+    place: int
+    """This rank's index in the group."""
+    total: Callable[[torch.Tensor], None]
+    """Replaces a tensor with its sum over the group."""
 
 
-def canary(own: Communicators, ways: Sequence[Way], together: Sequence[Way], timeout_s: float = 10.0) -> None:
+def canary(ways: Sequence[Way], together: Sequence[Way], device: torch.device, timeout_s: float = 10.0) -> None:
     """Test communicators with collectives whose results are known, before they carry gradients.
 
     Two NCCL communicators in flight at once can deadlock if ranks run them in different orders, and gloo has silently
@@ -56,57 +69,55 @@ def canary(own: Communicators, ways: Sequence[Way], together: Sequence[Way], tim
     Raises ``EnvironmentLacks``, with the setting to switch off, for a wrong result, or for none in time. Exceptions of
     the collectives are passed on.
     """
-    hint = 'use another run.backend, or run.device = "cpu"'
-    if len(together) > 1:
-        hint = "set sync_nccl_allreduce = true, nccl_comm_num = 1 or sync_batch_norm = false"
-        if own.device.type == "cuda":
-            hint += "; if it stays, another run.backend (gloo on CUDA tensors needs a recent torch)"
-    fail = partial(EnvironmentLacks, value=f"device {own.device}", hint=hint)
     for turn, way in itertools.product(range(len(_NUMELS)), ways):
-        if wrong := _wrong_ways(own, [way], turn):
-            raise fail("gives wrong answers", wrong[0])
-    if len({communicator for _, communicator in together}) < 2:  # one lane has one operation in flight
+        if _wrong_ways([way], turn, device):
+            raise _canary_error("gives wrong answers", way.name, together, device)
+    if len({id(way.lane) for way in together}) < 2:  # one lane has one operation in flight
         return
     flight: Future[list[str]] = Future()
 
     def fly() -> None:
         try:
-            torch.get_device_module(own.device).set_device(own.device)  # a thread begins on device 0
-            flight.set_result([wrong for turn in range(_ROUNDS) for wrong in _wrong_ways(own, together, turn)])
+            torch.get_device_module(device).set_device(device)  # a thread begins on device 0
+            flight.set_result([wrong for turn in range(_ROUNDS) for wrong in _wrong_ways(together, turn, device)])
         except BaseException as error:  # noqa: BLE001  # raised again by the caller's thread
             flight.set_exception(error)
 
     threading.Thread(target=fly, name="canary", daemon=True).start()  # one that hangs must not keep the process
     if wait([flight], timeout_s).not_done:
-        raise fail(f"gave no answer within {timeout_s:g} s", f"{len(together)} process groups in flight at once")
+        raise _canary_error(f"gave no answer within {timeout_s:g} s", f"{len(together)} process groups in flight at once", together, device)
     if wrong := flight.result():
-        raise fail("gives wrong answers while others are in flight", wrong[0])
+        raise _canary_error("gives wrong answers while others are in flight", wrong[0], together, device)
 
 
-def _wrong_ways(own: Communicators, ways: Sequence[Way], turn: int) -> list[str]:
+def _wrong_ways(ways: Sequence[Way], turn: int, device: torch.device) -> list[str]:
     """Sum once on each way, starting all before waiting for any; return the names of ways with a wrong result.
 
-    Element i of the rank at place r is i mod 256 + 10 (n mod 16) + turn, plus 1 if r is odd, where n is a number that the
-    group's ranks share: sums are exact in float32 up to 40,000 ranks.
+    Element i of the rank at place r in group n is i mod 256 + 10 (n mod 16) + turn, plus 1 if r is odd: sums are exact
+    in float32 up to 40,000 ranks.
     """
     flights = []
-    for group, communicator in ways:
-        part, number = own.part(group), communicator + len(group)
-        numel = _NUMELS[(turn + number) % len(_NUMELS)]
-        base = torch.arange(numel, dtype=torch.float32, device=own.device).remainder_(256).add_(10 * (number % 16) + turn)
-        tensor, answer = base + part.index(own.rank) % 2, base.mul_(len(part)).add_(len(part) // 2)
-        where = {_BESIDE: "what is exchanged beside buckets", _IN_TURN: "buckets in turn"}.get(communicator, f"communicator {communicator}")
-        lane = InlineLane() if communicator < 0 else own.lane(communicator)
-        total = partial(own.all_reduce, tensor, "sum", group, communicator)
-        flights.append((f"{group} of {where}", lane, total, tensor, answer))
-    tickets = [lane.submit(total, ()) for _, lane, total, *_ in flights]
+    for way in ways:
+        numel = _NUMELS[(turn + way.number) % len(_NUMELS)]
+        base = torch.arange(numel, dtype=torch.float32, device=device).remainder_(256).add_(10 * (way.number % 16) + turn)
+        flights.append((way, base + way.place % 2, base.mul_(way.ranks).add_(way.ranks // 2)))
+    tickets = [way.lane.submit(partial(way.total, tensor), ()) for way, tensor, _ in flights]
     wrong = []
-    for (name, *_, tensor, answer), ticket in zip(flights, tickets, strict=True):
+    for (way, tensor, answer), ticket in zip(flights, tickets, strict=True):
         ticket.wait()
         with host_reads():  # the host waits as well
             if not torch.equal(tensor, answer):
-                wrong.append(name)
+                wrong.append(way.name)
     return wrong
+
+
+def _canary_error(what: str, where: str, together: Sequence[Way], device: torch.device) -> EnvironmentLacks:
+    hint = 'use another run.backend, or run.device = "cpu"'
+    if len(together) > 1:
+        hint = "set sync_nccl_allreduce = true, nccl_comm_num = 1 or sync_batch_norm = false"
+        if device.type == "cuda":
+            hint += "; if it stays, another run.backend (gloo on CUDA tensors needs a recent torch)"
+    return EnvironmentLacks(what, where, f"device {device}", hint)
 
 
 _CPU = torch.device("cpu")
@@ -239,11 +250,21 @@ class Communicators:
         if beside and not trusted:
             together = len(self._lanes)
         if self.trainers > 1 and (together > self._proved or (not trusted and len(self._made) > self._num_tried)):
-            numbers = (*range(len(self._lanes)), _BESIDE, _IN_TURN)
-            pairs = [(name, number) for number in numbers for name, parts in self._parts.items() if (parts, number) in self._made]
-            ways = [way for way in pairs if self.part(way[0])]
-            canary(self, ways, [way for way in ways if way[1] < together])
+            ways = {way: communicator for communicator in (*range(len(self._lanes)), _BESIDE, _IN_TURN) for way in self._ways(communicator)}
+            canary([*ways], [way for way, communicator in ways.items() if communicator < together], self.device)
             self._proved, self._num_tried = max(together, self._proved), len(self._made)
+
+    def _ways(self, communicator: int) -> list[Way]:
+        """Return the process groups that a communicator has on this rank."""
+        lane = InlineLane() if communicator < 0 else self.lane(communicator)
+        where = {_BESIDE: "what is exchanged beside buckets", _IN_TURN: "buckets in turn"}.get(communicator, f"communicator {communicator}")
+        ways = []
+        for number, (name, parts) in enumerate(self._parts.items(), start=communicator):
+            part = part_of(parts, self.rank)
+            if part and (parts, communicator) in self._made:
+                total = partial(self.all_reduce, operator="sum", group=name, communicator=communicator)
+                ways.append(Way(f"{name} of {where}", number, lane, len(part), part.index(self.rank), total))
+        return ways
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return communicator 0's process group of this rank's part of group ``name``; see ``require``."""

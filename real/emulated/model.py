@@ -135,8 +135,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
         self._update_ns = update_ns
         self._pace = pace
-        self.slots = slots
-        """Names of its state tensors."""
+        self._slots = slots
         self._numel: int = sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
 
     @torch.no_grad()
@@ -151,7 +150,7 @@ class EmulatedOptimizer(torch.optim.Optimizer):
             if not members:
                 continue
             torch._foreach_add_([_first(parameter) for parameter in members], gradients, alpha=-group["lr"])  # no public name for lists
-            for slot in self.slots:
+            for slot in self._slots:
                 torch._foreach_add_([_first(self._tensor(parameter, slot)) for parameter in members], gradients)  # as above
         if self._update_ns:
             self._pace.busy_until(deadline_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.batchnorm import _NormBase
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
@@ -254,6 +256,9 @@ class DeltaBucket:
             copy_all(views_of(self.residual, self.parameters), [residual[name] for name in self.names])
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class ModelBuffers:
     """A model's buffers, for their exchange: rank 0's are sent to all trainers, or they are averaged.
 
@@ -266,6 +271,9 @@ class ModelBuffers:
         parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}  # noqa: SLF001  # fake tensors have it too
         plain = {name: buffer for name, buffer in model.named_buffers() if buffer.layout == torch.strided and buffer.numel()}
         self._shapes = {name: own.shape for name, own in plain.items() if own.untyped_storage()._cdata not in parameters}  # noqa: SLF001  # as above
+        norms = [prefix for prefix, module in model.named_modules() if isinstance(module, _NormBase)]
+        self._unread = {f"{prefix}.{name}".lstrip(".") for prefix in norms for name in _STATISTICS}
+        """Names of the buffers that no training forward reads."""
         self._packed: list[tuple[list[torch.Tensor], torch.Tensor, str]] = []
         """For each type on the wire: buffers, one flat tensor of their values, and the all-reduce's operator."""
 
@@ -291,10 +299,17 @@ class ModelBuffers:
         return {name: now[name] for name in self._shapes}
 
     @torch.no_grad()
-    def send(self, communicators: Communicators, *, source: int = 0) -> int:
-        """Replace the buffers with rank ``source``'s, and return the bytes sent."""
-        sent = tuple(self._found().values())
-        with _unsafe_preserve_version_counter(sent):  # as DDP does, so that graphs of earlier forwards stay valid
+    def send(self, communicators: Communicators, *, read: bool = False, source: int = 0) -> int:
+        """Replace the buffers with rank ``source``'s, and return the bytes sent.
+
+        ``read``: send only buffers that a training forward reads.
+        """
+        found = self._found()
+        kept = [buffer for name, buffer in found.items() if name in self._unread]  # so that graphs of earlier forwards stay valid
+        sent = [buffer for name, buffer in found.items() if not (read and name in self._unread)]
+        with ExitStack() as stack:
+            for buffer in kept:  # as DDP does
+                stack.enter_context(_unsafe_preserve_version_counter(buffer))
             communicators.broadcast(*sent, source=source)
         return sum(buffer.nbytes for buffer in sent)
 
@@ -363,20 +378,17 @@ class Storage:
         self._communicators = communicators
         self._feeds_back = what.feeds_back
         self.parameters = {bucket.id: [parameters[name] for name in bucket.gradients] for bucket in plan.buckets}
-        self.gradients: dict[int, GradientBucket] = {}
-        self.rows: dict[int, SparseBucket] = {}
+        self.gradients: list[GradientBucket | SparseBucket] = []
         self.deltas: list[DeltaBucket] = []
         for bucket in plan.buckets:
             own = self.parameters[bucket.id]
-            if gathers and bucket.sparse:
-                self.rows[bucket.id] = SparseBucket(bucket, own)
-            elif gathers:
-                self.gradients[bucket.id] = GradientBucket(bucket, own)
+            if gathers:
+                self.gradients.append(SparseBucket(bucket, own) if bucket.sparse else GradientBucket(bucket, own))
             if origin is not None:
                 values = [origin.get(name, parameters[name].detach()) for name in bucket.gradients]
                 self.deltas.append(DeltaBucket(bucket, own, values, on_host=what.keeps_on_host))
-        for bucket in plan.buckets if sums else ():
-            self.gradients[bucket.id].resume([sums[name] for name in bucket.gradients], merged)
+        for bucket, gradients in zip(plan.buckets if sums else (), self.gradients, strict=False):
+            gradients.resume([sums[name] for name in bucket.gradients], merged)
         self._transfers: dict[tuple[str, int], Transfer] = {}
 
     def snapshot(self) -> dict[str, torch.Tensor]:
@@ -390,12 +402,13 @@ class Storage:
 
     def sums(self) -> dict[str, torch.Tensor]:
         """Return the gradient sums that wait for an update, by parameter; empty if there are none."""
-        found = ((self._plan.buckets[number].gradients, own.sums) for number, own in self.gradients.items() if own.sums)
-        return {name: total for names, sums in found for name, total in zip(names, sums, strict=True)}
+        summed = ((bucket, gradients) for bucket, gradients in zip(self._plan.buckets, self.gradients, strict=False) if gradients.sums)
+        return {name: total for bucket, gradients in summed for name, total in zip(bucket.gradients, gradients.sums, strict=True)}
 
     def place(self, bucket: int, buffer: torch.Tensor) -> None:
         """Use ``buffer`` as the flat buffer of a bucket's gradients."""
-        if bucket in self.gradients and self.gradients[bucket].place(buffer):
+        gradients = self.gradients[bucket]
+        if isinstance(gradients, GradientBucket) and gradients.place(buffer):
             self._transfers.pop(("gradient", bucket), None)
 
     def transfer(self, payload: str, bucket: int) -> Transfer:
@@ -415,7 +428,9 @@ class Storage:
             like = self.parameters[bucket][0]
             numel = self._plan.buckets[bucket].numel * self._plan.num_state_slots
             return torch.zeros(numel, dtype=like.dtype, device=like.device)
-        return self.gradients[bucket].buffer
+        gradients = self.gradients[bucket]
+        assert isinstance(gradients, GradientBucket)
+        return gradients.buffer
 
 
 class Transfer:

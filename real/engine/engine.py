@@ -4,6 +4,9 @@ The engine decides nothing: it reports events to the strategy and runs the opera
 Reducer detects when a bucket is ready (``real.engine.reducer``); there is none if trainers update alone, or with one
 trainer. A forward begins a step (``Phase``). At the end of the backward the engine waits for the collectives, so that
 ``.grad`` holds averages when ``backward()`` returns. Another backward before the update repeats the exchange.
+
+The first update's plan takes the gradients in reverse registration order; hooks record the order in which they become
+ready. Rank 0's order is then broadcast, and all ranks keep the plan built from it.
 """
 
 import dataclasses
@@ -20,8 +23,10 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
 from fleetbench.plan.drive import Requests, started, tell
 from fleetbench.plan.events import BackwardEnd, BucketReady, DataEnd, EpochEnd, Event, Flush, StepBegin
@@ -32,29 +37,30 @@ from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
 from real.communication.clocks import clock_of
 from real.communication.communicators import Communicators, agree_on
+from real.communication.lanes import StreamLane
 from real.compute.compute import apply_compute
 from real.compute.living import living_hook, weakly
 from real.engine.carried import Carried
 from real.engine.executor import Executor
 from real.engine.gradients import is_cleared, is_dropped, tensors_of, versions
-from real.engine.outside import OutsideChanges
+from real.engine.outside import ALIKE, OUTSIDE, OutsideChanges, owners_of, refuse_renamed, refuse_replaced
 from real.engine.phase import Phase
 from real.engine.planning import Planning, Progress
 from real.engine.reducer import PlannedReducer, leaves_gradients, nodes_of
 from real.engine.refusals import (
     one_number,
     refuse_again,
-    refuse_changed,
-    refuse_foreign,
+    refuse_frozen,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_late,
     refuse_missing,
     refuse_model,
+    refuse_moved,
     refuse_optimizer,
-    refuse_replaced,
     refuse_sparse,
     refuse_unfinished,
+    refuse_unfrozen,
     refuse_wrapper_around,
     refuse_wrappers,
 )
@@ -85,6 +91,8 @@ class Engine:
     """Phase of the engine when the current backward began."""
     _comes = False
     """Whether the current backward leaves gradients in ``.grad``, unlike ``torch.autograd.grad``."""
+    _keeps = False
+    """Whether backwards keep their gradients on this rank without an exchange, as inside ``no_sync``."""
     _is_passed = False
     """Whether the last backward also reached another model, which has been updated since; see ``FleetEngine``."""
 
@@ -111,8 +119,8 @@ class Engine:
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._members = list(self._parameters.values())
         self._frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        self._was_like = self._members[0].dtype, self._members[0].device
         self._device = self._members[0].device
+        self._dtype = self._members[0].dtype
         self.stopwatch = Stopwatch(communicators.rank, keep_times, clock_of(self._device), strategy.fetch_every_n_steps)
         self.step, self._record = first_step - 1, record
         self._initial: State | None = None
@@ -120,27 +128,36 @@ class Engine:
         self._phase = Phase.IDLE
         self._nodes = nodes_of(self._members)
         self._unused: list[str] = []
-        """Names of parameters without a gradient in the current backward, if several backwards share an update."""
+        """Names of parameters without a gradient in the current backward, if the strategy looks for them."""
         self._hidden: RemovableHandle | None = None
         """Hook on a backward's first gradient, for a model whose outputs contain no tensors."""
         self._keeps, self._holds, self._was_synced, self._num_moves = False, False, False, 0
-        """``_keeps``: whether backwards keep their gradients on this rank, as inside ``no_sync``. ``_holds``: whether one of
-        this step has. ``_was_synced``: whether the step's last forward ran outside ``no_sync``, so that the next one reads
-        rank 0's buffers, as in DDP.
+        """``_holds``: whether a backward of this step has kept its gradients on this rank. ``_was_synced``: whether the
+        step's last forward ran outside ``no_sync``, so that the next one reads rank 0's buffers, as in DDP.
         ``_num_moves``: number of changes after which backwards of earlier forwards are refused."""
         self._executor: Executor | None = None
         self._reducer: PlannedReducer | None = None
         self._next_bucket = 0
         ends = self._or_fails(self._update_ends)
-        asked = (lambda: self.executor, lambda: self._phase, self._rests, self._known)
+        asked = (lambda: self.executor, lambda: self._phase, self._rests)
         self._updates = Updates(model, self._parameters, self.stopwatch, *asked, ends)
         self._decider = self._decide(self._planning.registered(), None)
         self._before = self._decider.mark()
-        beside, errors = communicators.beside if strategy.sync_batch_norm else None, communicators.errors
-        self._undo = apply_compute(model, strategy, device=self._device, group=beside, errors=errors, scale=lambda: self.loss_scale)
+        self._undo = apply_compute(
+            model,
+            strategy,
+            device=self._device,
+            group=communicators.beside if strategy.sync_batch_norm else None,
+            errors=communicators.errors,
+            scale=lambda: self.loss_scale,
+        )
         refuse_sparse(self._planning.sparse, self.executor.combination)
         communicators.prove(1 if strategy.sync_nccl_allreduce else strategy.nccl_comm_num, beside=strategy.worker_trainers > 1)
-        self._outside = OutsideChanges(self._parameters) if self.executor.steps_outside else None
+        self._outside: OutsideChanges | None = None
+        if self.executor.parts:
+            host = self._device.type == "cpu" and not isinstance(communicators.lane(0), StreamLane)
+            self._outside = OutsideChanges(self._parameters, reads=host)
+        self._owners = owners_of(model)
         self.meeting: Meeting | None = None
         """Meeting of all ranks, whose errors name the ranks that are missing; None outside of ``fleet``."""
         self._handles: list[RemovableHandle] = [
@@ -196,7 +213,6 @@ class Engine:
         """
         refuse_wrappers(self.model)
         refuse_optimizer(optimizer, self.executor.combination)
-        refuse_foreign(optimizer, self._known())
         if self.optimizers:
             self._between("fleet.distributed_optimizer")
         self.take_over()
@@ -211,10 +227,21 @@ class Engine:
                 self._stay(self._decider.state)
             self.note_parameters()
 
-    def take_over(self) -> None:
+    def take_over(self, *, looks: bool = True) -> None:
         """Continue from parameters that the script changed since the last step; see ``OutsideChanges.take_over``."""
+        self._owners = refuse_replaced(self._owners, self._parameters, self.model)
         if self._outside is not None:
-            self._outside.take_over(self)
+            self._outside.take_over(self.executor, self._agree, agreed=self.has_agreed, looks=looks)
+
+    def _agree(self, lines: Sequence[str]) -> None:
+        """Raise ``ConfigError`` on every rank unless all ranks describe the same change by ``lines``."""
+        if self.communicators.workers is not None:
+            hint = "load weights before fleet.distributed_model: the first worker's become those of all"
+            raise ConfigError("elastic workers do not meet to change them alike", OUTSIDE, f"{len(lines)} parameters", hint)
+        if self.meeting is not None:
+            self.meeting.meet(OUTSIDE)
+        self.communicators.order_lanes()
+        agree_on(lines, OUTSIDE, self.communicators, ALIKE)
 
     def note_parameters(self) -> None:
         """Record the parameters, so that earlier writes do not count as outside changes; see ``OutsideChanges``."""
@@ -251,10 +278,10 @@ class Engine:
 
     def progress(self, where: str) -> Progress:
         """Return progress for ``resume``. Raises ``ConfigError`` in a step with gradients or for renamed parameters."""
-        self._between(where)
-        refuse_replaced(self._parameters, self.model, where)
+        begun = self._between(where)
+        refuse_renamed(self._parameters, self.model, where)
         return Progress(
-            state=self._decider.state,
+            state=self._before[0] if begun else self._decider.state,
             order=dict(self._planning.order),
             settled=self._initial is not None,
             cost=self._planning.setting.cost,
@@ -324,7 +351,7 @@ class Engine:
         self._executor = None  # frees its buffers before new ones are made
         carried = carried or Carried()
         others = (self.communicators, self.stopwatch, carried, self.optimizers, self._planning.buffers)
-        self._executor = Executor(self.model, self._parameters, strategy, *others)
+        self._executor = Executor(self.model, self._parameters, strategy, *others, known=self._known)
         if state is None:
             return Decider.start(strategy, self.communicators.rank, first_step=self.step + 1)
         return Decider.start(strategy, self.communicators.rank, record=self._record, state=state)
@@ -360,10 +387,12 @@ class Engine:
             self.executor.forward_goes_on()
 
     def _begin_step(self) -> None:
-        sums = self._reducer is not None and self.executor.combination.merges
-        rarely = self.num_updates.bit_count() <= 1  # after 0, 1, 2, 4, 8, ... updates
-        refuse_changed(self.model, self._parameters, self._frozen, self._was_like, sums=sums, all_of_it=rarely)
-        self.take_over()
+        refuse_moved(self._members[0], self._dtype, self._device)
+        refuse_unfrozen(self._frozen)
+        if self._reducer is not None and self.executor.combination.merges:  # the Reducer checks only the last backward before an update
+            refuse_frozen(self._parameters)
+        refuse_wrapper_around(self._members, DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
+        self.take_over(looks=self._decider.state.step is None)
         self._phase = Phase.FORWARD
         self.step += 1
         self._next_bucket = 0
@@ -371,6 +400,8 @@ class Engine:
         self._holds = self._was_synced = False
         self.stopwatch.begin_step(self.step)
         self._before = self._decider.mark()
+        if self.num_updates.bit_count() <= 1:  # after 0, 1, 2, 4, 8, ... updates
+            refuse_wrappers(self.model)
         self.executor.begin_step(self.step, started(self._tell(StepBegin(self.step))))
         if self.on_step is not None:
             self.on_step(self.step)
@@ -411,10 +442,12 @@ class Engine:
             self._begin_step()
         if self._keeps:
             if self._phase == Phase.UPDATE:
-                self._begin_again()
+                self._begin_again(dropped=False)
             self._phase, self._holds = Phase.KEPT, True
             return
         self._behind, self._phase = self._phase, Phase.BACKWARD
+        is_alone = self.executor.combination.is_local and not self._is_passed
+        self._dropped = self._behind == Phase.UPDATE and is_alone and is_cleared(self._members)
         self._backward_begin_ns = time.monotonic_ns()
         self.executor.begin_backward()
         self._comes = False
@@ -434,13 +467,13 @@ class Engine:
         self._comes = True
         if self._behind == Phase.UPDATE:
             self._behind = Phase.FORWARD
-            self._begin_again()
+            self._begin_again(dropped=self._dropped)
 
-    def _begin_again(self) -> None:
+    def _begin_again(self, *, dropped: bool) -> None:
         """Rewind the step for another backward before the update, which exchanges what is in ``.grad`` again."""
         self._updates.refuse_partial()
         is_attached = bool(self.optimizers) or self._is_passed
-        refuse_again(self.executor.combination, is_attached=is_attached)
+        refuse_again(self.executor.combination, is_attached=is_attached, dropped=dropped)
         self._decider.rewind(self._before)
         self._next_bucket = 0
         self.executor.begin_again(started(self._tell(StepBegin(self.step))))
@@ -464,7 +497,11 @@ class Engine:
     def _start_bucket(self) -> None:
         bucket, begin = self._next_bucket, self.stopwatch.now()
         self._next_bucket += 1
-        if self.executor.merges_unused:
+        if self.executor.is_plain:
+            self.executor.start_plain(bucket)
+            self.stopwatch.started(bucket, begin)
+            return
+        if self.executor.looks_for_unused:
             self._unused += [name for name in self.plan.buckets[bucket].gradients if self._parameters[name].grad is None]
         operations = started(self._tell(BucketReady(bucket)))
         self.executor.start(operations)
@@ -472,9 +509,11 @@ class Engine:
             self.stopwatch.started(bucket, begin)
 
     def _start_last(self) -> None:
-        """Start the buckets that the Reducer has not."""
+        """Start the buckets that the Reducer has not; report plain ones to the strategy while they are in flight."""
         while self._next_bucket < len(self.plan.buckets):
             self._start_bucket()
+        if self.executor.is_plain:
+            self.executor.note_plain([started(self._tell(BucketReady(bucket.id))) for bucket in self.plan.buckets])
 
     def _backward_ends(self) -> None:
         if not self._comes:
@@ -510,35 +549,39 @@ class Engine:
         if self._initial is None and not state.merged and state.flight is None:  # sums and distances that wait lie in this plan's buckets
             self._planning.settle()
             self._stay(state)
-        self._updates.begin()
+        self._updates.over()
 
-    def _between(self, where: str, *, may_wait: bool = False) -> None:
-        """End an open update, and take back a step without exchange, or of dropped averages; refuse any other step.
+    def _is_in_vain(self, *, may_wait: bool = False) -> bool:
+        """Whether the current step can be discarded: no gradients were exchanged, or they were dropped.
 
-        ``may_wait``: also take back a step in which backwards inside ``no_sync`` have left gradients.
+        ``may_wait``: ignore gradients that backwards inside ``no_sync`` have left in ``.grad``.
         """
-        self._updates.end_open()
-        may_drop = self.executor.combination.leaves_averages
-        is_dropped_now = self._phase == Phase.UPDATE and (self._is_passed or (may_drop and is_dropped(self._members)))
-        holds = self._holds and not may_wait and not is_cleared(self._members)
-        if is_dropped_now or (self._phase in (Phase.FORWARD, Phase.KEPT) and not holds):
-            self._take_back()
-        refuse_in_step(self._phase, where)
+        if self._phase == Phase.UPDATE:
+            return is_dropped(self.executor.combination, self._members)
+        holds = self._holds and not may_wait
+        return self._phase in (Phase.FORWARD, Phase.KEPT) and not (holds and not is_cleared(self._members))
 
-    def _take_back(self) -> None:
-        """Count the current step as not begun; gradients stay where they are."""
-        self._decider.rewind(self._before)
-        self.executor.begin_again()
-        self.step, self._phase, self._is_passed = self.step - 1, Phase.IDLE, False
+    def _between(self, where: str, *, may_wait: bool = False) -> bool:
+        """End an open update; return whether a discardable step has begun. Raises ``ConfigError`` in any other step."""
+        self._updates.end_open()
+        if not (begun := self._is_in_vain(may_wait=may_wait)):
+            refuse_in_step(self._phase, where)
+        return begun
 
     def _run_between(self, event: Event, where: str) -> None:
         """Report an event between steps, and run the strategy's operations; gradients waiting in ``.grad`` stay."""
-        self._between(where, may_wait=not self.executor.combination.merges)
+        begun = self._between(where, may_wait=not self.executor.combination.merges)
+        if begun:
+            self._decider.rewind(self._before)
         self.take_over()
         state = self._decider.state
-        self._num_moves += self.executor.run_between(self._tell(event))
+        has_moved = self.executor.run_between(self._tell(event))
         self._note_round(state)
         self.note_parameters()
+        if begun:
+            self._num_moves += has_moved
+            self._before = self._decider.mark()
+            self.executor.begin_again(started(self._tell(StepBegin(self.step))))
 
     def _tell(self, event: Event) -> Requests:
         return tell(self._decider, event, time.monotonic_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,8 +27,8 @@ from real.engine.buckets import DeltaBucket, ModelBuffers, Storage, Transfer
 from real.engine.carried import Carried
 from real.engine.gradients import Marks, are_same, marks_of
 from real.engine.optimizers import Controls
-from real.engine.refusals import refuse_apart, refuse_replaced
-from real.engine.sparse import gather_rows
+from real.engine.refusals import refuse_apart
+from real.engine.sparse import SparseBucket, gather_rows
 from real.engine.stopwatch import Stopwatch
 
 
@@ -38,7 +38,7 @@ class Executor:
     buffers_from: Callable[[], int] | None = None
     """Announces a broadcast of buffers to trainers without data, and returns its source rank; None with even inputs."""
 
-    def __init__(  # what outlives a plan, one by one
+    def __init__(  # noqa: PLR0913  # what outlives a plan, one by one
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
@@ -48,8 +48,11 @@ class Executor:
         carried: Carried,
         optimizers: Sequence[torch.optim.Optimizer],
         buffers: ModelBuffers,
+        *,
+        known: Callable[[], Collection[int]],
     ) -> None:
-        """Take ``carried`` and ``optimizers`` of the last plan or a checkpoint."""
+        """Take ``carried`` and ``optimizers`` of the last plan or a checkpoint; ``known``: see ``OptimizerControl``."""
+        self._known = known
         self.loss = carried.loss
         """Loss of the current step; None if it was not reported."""
         self._model = model
@@ -92,12 +95,11 @@ class Executor:
             delta.restore(carried.velocity, carried.landed, carried.residual)
         self._waiting = {bucket.id for bucket in self._plan.buckets if set(bucket.gradients) <= carried.landed.keys()}
         """Ids of buckets whose distances were packed and are not merged yet."""
-        is_plain = exchanges_plainly(self._plan, self.combination)
-        self._in_turn = communicators.in_turn if is_plain and any(one.after for one in self._plan.exchange) else None
-        """Number of the communicator that carries one all-reduce at a time, in the order of their starts; None if others
-        do. That is the plan's order on every rank, because the Reducer hands buckets over in it, on one thread. On NCCL
-        it is the communicator's own group, whose stream orders them; on gloo it has one thread, and shares no thread or
-        connection with the groups of batch norm and of what follows the backward."""
+        self.is_plain = exchanges_plainly(self._plan, self.combination)
+        """Whether a ready bucket needs nothing but one all-reduce of its gradients; see ``start_plain``."""
+        self._in_turn = communicators.in_turn if self.is_plain and any(one.after for one in self._plan.exchange) else None
+        self._plain: list[Ticket] = []
+        """Tickets of all-reduces in flight whose operations have no ids yet, by bucket."""
         self.attach(optimizers)
 
     @property
@@ -109,17 +111,32 @@ class Executor:
         return self._agrees and not all(delta.is_at_rest for delta in self.storage.deltas)
 
     @property
+    def parts(self) -> bool:
+        """Whether updates move this trainer's parameters away from the values that all trainers last agreed on."""
+        return self.combination.is_local and self._agrees
+
+    @property
     def _agrees(self) -> bool:
         """Whether what trainers agree on may differ from this trainer's own parameters."""
         return self._communicators.trainers > 1 or self.steps_outside or self.combination.elastic is not None
 
     @property
-    def merges_unused(self) -> bool:
+    def looks_for_unused(self) -> bool:
+        """Whether the engine looks for parameters without a gradient in each backward."""
+        return self.combination.finds_unused or self._merges_unused
+
+    @property
+    def _merges_unused(self) -> bool:
         """Whether the executor collects, over all steps of an update, which parameters were used.
 
         Within a single backward, the Reducer finds the unused ones.
         """
         return self.combination.merges and (self.combination.finds_unused or not self.combination.exchanges_gradients)
+
+    @property
+    def in_flight(self) -> set[str]:
+        """Names of parameters whose distances were packed and are not merged yet."""
+        return {name for delta in self.storage.deltas if delta.id in self._waiting for name in delta.names}
 
     @property
     def steps_outside(self) -> bool:
@@ -150,7 +167,7 @@ class Executor:
         """Return the state for the next executor."""
         self._communicators.order_lanes()
         sums = self.storage.sums()
-        merged = next((gradients.merged for gradients in self.storage.gradients.values()), 0)
+        merged = next((gradients.merged for gradients in self.storage.gradients), 0)
         landed = [delta for delta in self.storage.deltas if delta.id in self._waiting]
 
         def by_name(deltas: Iterable[DeltaBucket], kind: str) -> dict[str, torch.Tensor]:
@@ -169,7 +186,8 @@ class Executor:
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
         """Control these optimizers, and return the largest number of state tensors that are averaged per parameter."""
-        self._controls = Controls(optimizers, self.combination, self.storage, self._parameters, self._plan.num_state_slots)
+        own = (self.storage, self._parameters, self._plan.num_state_slots, self._known)
+        self._controls = Controls(optimizers, self.combination, *own)
         if self._communicators.workers is not None:
             self._communicators.workers.scale_lr(self._controls, self.combination.lr_scale)
         return self._controls.num_slots
@@ -184,7 +202,8 @@ class Executor:
         """Begin another forward of the step, for which rank 0's buffers are sent, as in DDP."""
         if self._plan.buffers_nbytes and not self.combination.is_local:
             with self._stopwatch.waits():
-                nbytes = self._buffers.send(self._communicators, source=self._source_of_buffers())
+                is_even = self.buffers_from is None
+                nbytes = self._buffers.send(self._communicators, read=is_even, source=self._source_of_buffers())
             self._stopwatch.sends((self._communicators.trainers - 1) * nbytes // self._communicators.trainers)
 
     def send_buffers(self, source: int) -> None:
@@ -198,13 +217,14 @@ class Executor:
         """Reset the exchange so that another can begin; the reported loss stays."""
         self.release_statistics()
         self._tickets.clear()
+        self._plain.clear()
         self._updates.clear()
         if any(operation.kind == "hold" for operation in operations):
             self._release_statistics = hold_statistics(self._model)
 
     def begin_backward(self) -> None:
         """Note which parameters have no gradient yet, before a backward whose gradients are exchanged."""
-        if self.merges_unused:
+        if self._merges_unused:
             self._absent = {name for name, parameter in self._parameters.items() if parameter.grad is None}
 
     def release_statistics(self) -> None:
@@ -218,11 +238,33 @@ class Executor:
         for operation in operations:
             self._run(operation)
 
+    def start_plain(self, bucket: int) -> None:
+        """Start a bucket's all-reduce before reporting the bucket as ready to the strategy, whose answer is known.
+
+        Each process group runs its all-reduces in the order of their starts. That is the plan's order on every rank,
+        because the Reducer hands buckets over in that order, on one thread. If the plan has one in flight, all use one
+        group that carries one at a time. On NCCL this is the communicator's own group, whose stream orders them; on
+        gloo it has one thread, and shares no thread or connection with the groups of batch norm and of what follows the
+        backward.
+        """
+        operation = self._plan.of_bucket[bucket][0]
+        if bucket == len(self._plan.buckets) - 1:
+            self._stopwatch.arrives()
+        lane, transfer = self._communicators.lane(operation.communicator), self.storage.transfer("gradient", bucket)
+        self._plain.append(lane.submit(self._flight(operation, transfer), ()))
+
+    def note_plain(self, decided: Sequence[Operations]) -> None:
+        """Take the strategy's answers to all buckets that ``start_plain`` has started."""
+        for (operation,), ticket in zip(decided, self._plain, strict=True):  # one each, as ``is_plain`` says
+            self._tickets[operation.id] = ticket
+            self._stopwatch.sends(wire_bytes(operation, self._communicators.trainers))
+        self._plain.clear()
+
     def end_backward(self, requests: Requests, unused: Sequence[str], scale: float) -> None:
         """Wait until ``.grad`` holds unscaled averages, and prepare the update; ``requests`` answer ``BackwardEnd``."""
         operations = started(requests)
         self.release_statistics()
-        if self.merges_unused:
+        if self._merges_unused:
             self._used |= self._parameters.keys() - set(unused)
         closes = not any(operation.kind == "skip" for operation in operations)
         scales = self.combination.scales
@@ -257,6 +299,7 @@ class Executor:
             what = "gradients were changed after the backward, which has updated the parameters already"
             hint = "set it to true to clip or change gradients"
             raise ConfigError(what, "build_strategy.enable_backward_optimizer_op_deps", "false", hint)
+        self._controls.refuse_shared()
         self._controls.each[place].begin(updates=self._updates_now or self.combination.leaves_averages)
 
     def end_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -308,7 +351,7 @@ class Executor:
     def _marks(self) -> list[Marks]:
         """Return marks of each optimizer's gradients; with a single optimizer, they are taken by bucket."""
         held = self._controls.held()
-        buckets = [bucket.values for bucket in self.storage.gradients.values()] if len(held) == 1 else None
+        buckets = [bucket.values for bucket in self.storage.gradients] if len(held) == 1 else None
         return [marks_of(parameters, buckets, self._device) for parameters in held]
 
     def _controlled(self) -> Controls:
@@ -355,7 +398,7 @@ class Executor:
             self._controlled().reset()
         elif kind == "reset":
             self._used.clear()
-            for gradients in self.storage.gradients.values():
+            for gradients in self.storage.gradients:
                 gradients.drop()
         elif operation.bucket is None:
             raise AssertionError(f"nothing executes {kind} here")
@@ -369,7 +412,13 @@ class Executor:
             raise AssertionError(f"nothing executes {kind}")
 
     def _update_bucket(self, operation: Operation, bucket: int) -> None:
-        run = partial(self._controlled().step_some, self.storage.parameters[bucket])
+        gradients, controls = self.storage.gradients[bucket], self._controlled()
+
+        def run() -> None:
+            if isinstance(gradients, SparseBucket) and operation.after:
+                gradients.finish()
+            controls.step_some(self.storage.parameters[bucket])
+
         lane = self._inline or self._communicators.update_lane
         self._updates.append(lane.submit(run, self._after(operation)))
 
@@ -381,13 +430,12 @@ class Executor:
         if not self._communicators.part(operation.group):
             tickets[operation.id] = Joined(self._after(operation))  # this rank takes no part in it
             return
-        transfer = self._transfer(operation)
-        flight = self._flight(operation, transfer)
+        flight = self._flight(operation, self._transfer(operation))
         self._stopwatch.arrives(of_average=operation.payload == "delta")
         self._stopwatch.sends(wire_bytes(operation, len(self._communicators.part(operation.group))) if operation.payload != "rows" else 0)
 
         lane = self._inline or self._communicators.lane(operation.communicator)
-        tickets[operation.id] = lane.submit(flight, self._after(operation) if self._in_turn is None or transfer is None else ())
+        tickets[operation.id] = lane.submit(flight, self._after(operation))
 
     def _flight(self, operation: Operation, transfer: Transfer | None) -> Flight:
         """Return an operation's collective, for a lane; without a ``transfer``, its data are packed now."""
@@ -430,7 +478,8 @@ class Executor:
         payload, communicators = operation.payload, self._communicators
         if payload == "rows":
             assert operation.bucket is not None
-            sparse = self.storage.rows[operation.bucket]
+            sparse = self.storage.gradients[operation.bucket]
+            assert isinstance(sparse, SparseBucket)
             sparse.pack()
             return lambda: self._row_bytes.append(gather_rows(sparse, operation, communicators))
         if payload == "buffers" and operation.kind == "broadcast":
@@ -465,7 +514,6 @@ class Executor:
     def _meet(self, operation: Operation) -> None:
         """Compute a single trainer's distances, step the outer optimizer, or merge: a fragment or the whole model."""
         what, fragment = self.combination, operation.fragment
-        refuse_replaced(self._parameters, self._model)
         own = self.storage.deltas if fragment is None else [self.storage.deltas[bucket] for bucket in self._plan.fragments[fragment]]
         if operation.kind == "difference":
             for delta in own:
@@ -505,6 +553,8 @@ class Executor:
     @torch.no_grad()
     def _merge(self, operation: Operation, own: Sequence[DeltaBucket]) -> None:
         what = self.combination
+        for control in self._controls.each:
+            control.refuse_unaveraged()
         share = what.fragments.mixing if what.fragments is not None and operation.payload == "mixture" else 0.0
         for delta in own:
             self._waiting.discard(delta.id)
@@ -526,15 +576,17 @@ class Executor:
             return
         self._stopwatch.sends(sum(self._row_bytes))
         self._row_bytes.clear()
-        for rows in self.storage.rows.values():
-            rows.finish()
+        if not self._updates:
+            for gradients in self.storage.gradients:
+                if isinstance(gradients, SparseBucket):
+                    gradients.finish()
 
     def _forget_unused(self) -> None:
         """Remove gradients of parameters that no rank has used since the last update, so that they get no weight decay.
 
         A parameter that had a gradient before, such as zeros, keeps it, as in DistributedDataParallel.
         """
-        if not self.merges_unused:
+        if not self._merges_unused:
             return
         used, self._used = self._used, set()
         flags = [name in used for name in self._parameters]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fleetbench.plan.drive import started
 from fleetbench.plan.events import BackwardEnd, StepBegin
 from fleetbench.plan.state import State
+from real.engine.buckets import GradientBucket
 from real.engine.engine import Engine
 from real.engine.gradients import is_cleared
 from real.engine.phase import Phase
@@ -89,8 +90,9 @@ class FleetEngine(Engine):
             self._decider.rewind(self._before)
         for parameter in self._members:
             parameter.grad = None
-        for number, gathered in storage.gradients.items():
-            storage.place(number, torch.zeros_like(gathered.buffer))
+        for gathered in storage.gradients:
+            if isinstance(gathered, GradientBucket):
+                storage.place(gathered.id, torch.zeros_like(gathered.buffer))
         started(self._tell(StepBegin(self._decider.state.next_step)))
         self._next_bucket = 0
         self._start_last()
@@ -143,6 +145,13 @@ class FleetEngine(Engine):
         for other in self._company:
             other.hear_update(self._task)
 
+    def _between(self, where: str, *, may_wait: bool = False) -> bool:
+        """See ``Engine``; a step whose backward was for another model, which was updated, is taken back first."""
+        self._updates.end_open()
+        if self._is_passed and self._phase == Phase.UPDATE:
+            self._take_back()
+        return super()._between(where, may_wait=may_wait)
+
     def _begin_step(self) -> None:
         with self._taken_back():
             super()._begin_step()
@@ -156,3 +165,9 @@ class FleetEngine(Engine):
             if self.announce is not None:
                 self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """Count the current step as not begun; gradients stay where they are."""
+        self._decider.rewind(self._before)
+        self.executor.begin_again()
+        self.step, self._phase, self._is_passed = self.step - 1, Phase.IDLE, False

@@ -1,6 +1,7 @@
 """Gradients: what a backward has left in ``.grad``, and the tensors in a forward's output."""
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fleetbench.plan.combination import Combination
 from real.communication.lanes import host_reads
 
 COUNT = attrgetter("_version")
@@ -36,6 +38,17 @@ def shard_of(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]  # a DTensor's
 
 
+def is_dropped(what: Combination, gradients_of: Sequence[nn.Parameter]) -> bool:
+    """Whether a backward's gradients are discarded, so that its step does not count.
+
+    That is the case if they were cleared, or are not finite, so that a GradScaler skips the step; but only under
+    strategies that leave averages in ``.grad`` until the update.
+    """
+    if not what.leaves_averages:
+        return False
+    return is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
+
+
 def versions(gradients_of: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Return the ``id`` and the number of in-place writes of every gradient that is not None."""
     return [(id(gradient), COUNT(gradient)) for own in gradients_of if (gradient := own.grad) is not None]
@@ -46,14 +59,9 @@ def is_cleared(gradients_of: Sequence[nn.Parameter]) -> bool:
     return not any(values.any() for values in _values(gradients_of))
 
 
-def is_dropped(gradients_of: Sequence[nn.Parameter]) -> bool:
-    """Whether gradients are cleared, or are not finite, so that a GradScaler skips their step."""
-    return is_cleared(gradients_of) or not all(values.isfinite().all() for values in _values(gradients_of))
-
-
 def _values(gradients_of: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
     gradients = (parameter.grad for parameter in gradients_of if parameter.grad is not None)
-    return (own._values() if own.is_sparse else own for own in gradients)  # noqa: SLF001  # values() wants coalesced ones
+    return (gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients)
 
 
 @torch.no_grad()
@@ -66,7 +74,8 @@ def marks_of(gradients_of: Sequence[nn.Parameter], buckets: Sequence[torch.Tenso
     parameters are cleared.
     """
     gradients = [gradient for parameter in gradients_of if (gradient := parameter.grad) is not None]
-    real = [torch.view_as_real(own) if own.is_complex() else own for own in (gradients if buckets is None else buckets)]
+    values = [own._values() if own.is_sparse else own for own in gradients] if buckets is None else buckets  # noqa: SLF001  # documented
+    real = [torch.view_as_real(own) if own.is_complex() else own for own in values]
     numbers = [one for own in real for one in (own.sum(dtype=torch.float64), torch.linalg.vector_norm(own, dtype=torch.float64))]
     bits = torch.stack(numbers).view(torch.int64) if numbers else torch.empty(0, device=device)
     return gradients, [*map(COUNT, gradients)] if buckets is not None else [], bits
@@ -78,3 +87,24 @@ def are_same(before: Marks, now: Marks) -> bool:
         return False
     with host_reads():
         return before[1] == now[1] and torch.equal(before[2], now[2])
+
+
+class Averaged:
+    """Remembers the averaged gradients of the last update, and whether they are unchanged."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def note(self, gradients_of: Sequence[nn.Parameter]) -> None:
+        """Remember the gradients of these parameters."""
+        gradients = [own for parameter in gradients_of if (own := parameter.grad) is not None]
+        self._noted = [*zip(map(weakref.ref, gradients), map(COUNT, gradients), strict=True)]  # in C: each step does it
+
+    def has(self, gradients_of: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients exist, and none was written to since ``note``, except to clear it.
+
+        A backward that the engine does not notice would write to them.
+        """
+        noted = {id(own): version for kept, version in self._noted if (own := kept()) is not None}
+        changed = [parameter for parameter in gradients_of if (own := parameter.grad) is not None and noted.get(id(own)) != COUNT(own)]
+        return any(parameter.grad is not None for parameter in gradients_of) and is_cleared(changed)

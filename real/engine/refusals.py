@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from traceback import walk_stack
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
+from torch.jit import RecursiveScriptModule
+from torch.nn.parameter import is_lazy
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan
@@ -79,23 +79,19 @@ def refuse_optimizer(optimizer: object, what: Combination) -> None:
         raise ConfigError(why, "the optimizer", kind, hint)
 
 
-def refuse_foreign(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
-    """Raise ``ConfigError`` if the optimizer trains parameters whose ids are not ``known``: nothing averages them."""
-    held = [own for group in optimizer.param_groups for own in group["params"] if id(own) not in known and own.requires_grad]
-    if held:
-        what = "holds parameters that are not the distributed model's, or did not require gradients when it was distributed"
-        hint = "let all that is trained require gradients, and give its model, or each of them, to fleet.distributed_model before"
-        raise ConfigError(what, "the optimizer", f"{len(held)}, the first of shape {list(held[0].shape)}", hint)
+def refuse_other_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], model: nn.Module, *, is_averaged: bool
+) -> None:
+    """Raise ``ConfigError`` if an optimizer that fleet was not given has made parameters differ between ranks.
 
-
-def refuse_other_optimizer(optimizer: torch.optim.Optimizer, new: Sequence[str], known: Sequence[str]) -> NoReturn:
-    """Raise ``ConfigError`` for an optimizer that fleet was not given and that has made parameters differ between ranks.
-
-    ``new``: names of parameters that fleet does not exchange; ``known``: of those that it does.
+    ``is_averaged``: whether the gradients of ``parameters``, which fleet exchanges, are now the same on all ranks.
     """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None}
+    strange = [name for name, own in model.named_parameters() if id(own) in held and name not in parameters]
     why = "has stepped parameters that came, or were unfrozen, after fleet.distributed_model: nobody averages their gradients"
     hint = "call fleet.distributed_model(model) again, between two steps, when the model has changed"
-    if not new:
+    if not strange and not is_averaged:
+        strange = [name for name, own in parameters.items() if id(own) in held]
         why = (
             "has stepped parameters of the model, and was not given to fleet, or another has taken its place: "
             "ranks would end with different models"
@@ -104,8 +100,9 @@ def refuse_other_optimizer(optimizer: torch.optim.Optimizer, new: Sequence[str],
             "give every optimizer to fleet.distributed_optimizer, also one that replaces another; without local steps, "
             "gradient merge and amp in FP16, others may step after loss.backward(), as under DDP"
         )
-    strange = new or known
-    raise ConfigError(why, f"optimizer {type(optimizer).__name__}", f"{len(strange)}: {', '.join(strange[:5])}", hint)
+    if strange:
+        where = f"optimizer {type(optimizer).__name__}"
+        raise ConfigError(why, where, f"{len(strange)}: {', '.join(strange[:5])}", hint)
 
 
 def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
@@ -115,11 +112,22 @@ def refuse_max_norm(model: nn.Module, why: str, hint: str) -> None:
             raise ConfigError(f"shortens its rows, {why}", f"embedding {name}", f"max_norm={module.max_norm:g}", hint)
 
 
-def refuse_untrainable(model: nn.Module) -> None:
-    """Raise ``ConfigError`` for a model that has nothing to train."""
+def refuse_untrainable(model: object) -> None:
+    """Raise ``ConfigError`` for a model that is no module, is scripted, has lazy tensors, or has nothing to train."""
+    where, kind = "fleet.distributed_model", type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConfigError("is given what is no torch.nn.Module", where, kind, "give it the module whose forward the loop calls")
+    if isinstance(model, RecursiveScriptModule):
+        hint = "give it the plain module, or one whose forward calls the scripted one, such as torch.nn.Sequential(scripted)"
+        raise ConfigError("is given a scripted module, which takes no hooks", where, kind, hint)
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        what = "has no shape yet: its lazy module makes it in the first forward"
+        hint = "run a batch through the model (under torch.no_grad()) before fleet.distributed_model, and make the optimizer after that"
+        raise ConfigError(what, lazy[0], f"{len(lazy)} such", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         hint = "unfreeze what is to be trained (requires_grad = True) before it; an evaluation needs no fleet"
-        raise ConfigError("is given a model without parameters to train", "fleet.distributed_model", type(model).__name__, hint)
+        raise ConfigError("is given a model without parameters to train", where, kind, hint)
 
 
 def refuse_model(model: nn.Module, device: torch.device, strategy: DistributedStrategy | None = None) -> None:
@@ -142,20 +150,20 @@ def refuse_graph_of_gradients(exchanges: bool) -> None:
 
 def refuse_misplaced(model: nn.Module, device: torch.device) -> None:
     """Raise ``ConfigError`` for a model that is not on one device, of the type on which trainers communicate."""
-    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(places) > 1 or places.pop().type != device.type:
-        what, told = "is not on one device of its trainer, of the type on which trainers meet", f"trainers meet on {device.type}"
-        raise ConfigError(what, "the model", told, f"call model.to({device.type!r}) before fleet.distributed_model")
+    places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    hint = f"call model.to({device.type!r}) before fleet.distributed_model"
+    if len(places) > 1:
+        raise ConfigError("lies on several devices, and a trainer has one", "the model", ", ".join(places), hint)
+    if torch.device(places[0]).type != device.type:
+        raise ConfigError(f"is on {places[0]}, and its trainers meet on {device.type}", "the model", hint=hint)
 
 
 def refuse_sparse(sparse: Collection[str], what: Combination) -> None:
-    """Raise ``ConfigError`` for sparse gradients that the strategy would sum, or update before the backward's end."""
-    if sparse and (what.merges or what.updates_by_bucket or (what.is_local and what.fuses_update)):
-        fields = "gradient_merge, enable_backward_optimizer_op_deps = false and Local SGD with fuse_all_optimizer_ops"
-        hint = f"build the embedding with sparse=False, or leave out {fields}"
-        raise ConfigError(
-            "has sparse gradients, which the strategy cannot merge or fuse", f"parameters {', '.join(sorted(sparse)[:3])}", hint=hint
-        )
+    """Raise ``ConfigError`` for sparse gradients that the strategy would gather in a flat buffer."""
+    if sparse and what.is_local and (what.merges or what.fuses_update):
+        hint = "build the embedding with sparse=False, or drop gradient_merge and fuse_all_optimizer_ops"
+        where = f"parameters {', '.join(sorted(sparse)[:3])}"
+        raise ConfigError("has sparse gradients, which Local SGD neither merges nor updates as one", where, hint=hint)
 
 
 def one_number(loss: torch.Tensor | float) -> torch.Tensor:
@@ -177,10 +185,12 @@ def refuse_scaler(what: Combination) -> None:
     raise ConfigError(f"is called by a GradScaler of the script's own, and {why}", "optimizer.step()", hint=hint)
 
 
-def refuse_again(what: Combination, *, is_attached: bool) -> None:
+def refuse_again(what: Combination, *, is_attached: bool, dropped: bool) -> None:
     """Raise ``ConfigError`` if a second backward before ``optimizer.step()`` cannot give the same gradients as in DDP.
 
-    ``is_attached``: whether fleet knows the optimizer.
+    ``is_attached``: whether fleet knows the optimizer. ``dropped``: whether the first backward's gradients were
+    cleared. If gradients are averaged, all trainers clear them alike; a trainer with gradients of its own would count
+    fewer updates.
     """
     inputs = "; gradients of inputs alone, as for adversarial examples, are torch.autograd.grad(loss, x) or loss.backward(inputs=[x])"
     accumulate = (
@@ -199,6 +209,9 @@ def refuse_again(what: Combination, *, is_attached: bool) -> None:
     elif what.merges or what.updates_by_bucket or what.scales:
         fields = "gradient_merge, enable_backward_optimizer_op_deps = false or amp"
         why, hint = f"{fields} has merged, used or unscaled the first one's gradients already", accumulate + inputs
+    elif what.is_local and dropped:
+        why = "the first one's gradients were thrown away, and this trainer would count fewer updates than the others"
+        hint = f"skip a batch before its backward, and on every trainer; amp = true skips overflows by itself, without a GradScaler{inputs}"
     else:
         return
     raise ConfigError(f"a second backward comes before optimizer.step(), and {why}", "loss.backward()", hint=hint)
@@ -215,32 +228,13 @@ def refuse_apart(places: Sequence[int]) -> None:
 
 def _is_stepped_by_scaler() -> bool:
     """Whether an enabled GradScaler is among the callers; unscaling and fused steps leave no other trace."""
-    frames = (frame for frame, _ in walk_stack(inspect.currentframe()) if frame.f_globals.get("__name__") == GradScaler.__module__)
-    return any(isinstance(own := frame.f_locals.get("self"), GradScaler) and own.is_enabled() for frame in frames)
-
-
-def refuse_changed(
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    frozen: Mapping[str, nn.Parameter],
-    like: tuple[torch.dtype, torch.device],
-    *,
-    sums: bool,
-    all_of_it: bool,
-) -> None:
-    """Raise ``ConfigError`` at a step's begin for a model that is not as it was distributed.
-
-    ``like``: its first parameter's type and device then. ``sums``: whether steps share an update, of whose backwards the
-    Reducer checks the last. ``all_of_it``: also look for wrappers and replaced parameters, which takes longer.
-    """
-    refuse_moved(next(iter(parameters.values())), *like)
-    refuse_unfrozen(frozen)
-    if sums and (gone := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad)):
-        _refuse_unused(gone, parameters)
-    refuse_wrapper_around(parameters.values(), DistributedDataParallel._active_ddp_module)  # noqa: SLF001  # one whose forward is running
-    if all_of_it:
-        refuse_wrappers(model)
-        refuse_replaced(parameters, model)
+    frame = inspect.currentframe()
+    while frame is not None:
+        scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == GradScaler.__module__ else None
+        if isinstance(scaler, GradScaler) and scaler.is_enabled():
+            return True
+        frame = frame.f_back
+    return False
 
 
 def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
@@ -249,19 +243,6 @@ def refuse_moved(first: nn.Parameter, dtype: torch.dtype, device: torch.device) 
         what = "was moved or converted after it was distributed"
         hint = "call model.to(...) before fleet.distributed_model"
         raise ConfigError(what, "the model", f"{first.dtype} on {first.device}, before {dtype} on {device}", hint)
-
-
-def refuse_replaced(parameters: Mapping[str, nn.Parameter], model: nn.Module, where: str = "") -> None:
-    """Raise ``ConfigError`` for a replaced parameter: nothing trains the new one. ``where`` needs the old names, too."""
-    now = {id(own): name for name, own in model.named_parameters()}
-    gone = [name for name, own in parameters.items() if id(own) not in now or (where and now[id(own)] != name)]
-    if gone:
-        what = "was replaced after fleet.distributed_model, and neither fleet nor the optimizer knows the new one"
-        hint = "load with load_state_dict(..., assign=False), or call fleet.distributed_model(model) again, between two steps"
-        if where:
-            what = "has another name than when the model was distributed, and is saved and loaded by name"
-            hint = "prune, or undo it, before fleet.distributed_model; torch.save takes this model as it is, after fleet.synchronize()"
-        raise ConfigError(what, f"{where}: parameter {gone[0]}".removeprefix(": "), f"{len(gone)} of {len(parameters)}", hint)
 
 
 def refuse_unfinished(phase: Phase, rank: int) -> None:
@@ -296,6 +277,12 @@ def _refuse_unused(unused: Sequence[str], parameters: Mapping[str, nn.Parameter]
     shown = ", ".join((frozen or unused)[:5])
     hint += ", or set strategy.find_unused_parameters = true, or static_graph = true if no step uses them"
     raise ConfigError(what, f"parameters {shown}", f"{len(frozen or unused)} of {len(parameters)}", hint)
+
+
+def refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ``ConfigError`` if any of the parameters, all of which need a gradient, has been frozen."""
+    if frozen := sorted(name for name, parameter in parameters.items() if not parameter.requires_grad):
+        _refuse_unused(frozen, parameters)
 
 
 def refuse_unfrozen(frozen: Mapping[str, nn.Parameter]) -> None:

@@ -38,6 +38,8 @@ class SparseBucket:
         """Indices ``(rows,)`` and values ``(rows, ...)`` of this rank's rows, each row once."""
         self.gathered: tuple[torch.Tensor, torch.Tensor] | None = None
         """Indices and values of all ranks' rows, one rank after the other; None before the first exchange."""
+        self.merged = 0
+        self._sum: torch.Tensor | None = None
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -51,6 +53,39 @@ class SparseBucket:
         if self.gathered is not None:
             indices, values = self.gathered
             self.parameter.grad = self._of_rows(indices, values).coalesce()
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the step's rows to the sum."""
+        gradient = self._gradient()
+        self._sum = gradient.clone() if self._sum is None else (self._sum + gradient).coalesce()
+        self.merged += 1
+
+    @torch.no_grad()
+    def release(self, divisor: int) -> None:
+        """Make the sum divided by ``divisor`` the gradient, and begin a new sum."""
+        assert self._sum is not None
+        self.parameter.grad = self._sum.coalesce() / divisor
+        self.drop()
+
+    def drop(self) -> None:
+        """Discard the sum, so that a new one begins."""
+        self.merged, self._sum = 0, None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The values of the gradient's rows, after ``finish``."""
+        return self._gradient()._values()  # noqa: SLF001  # values() wants coalesced ones
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The sum so far, as one sparse tensor; empty if it has not begun."""
+        return [self._sum] if self._sum is not None else []
+
+    def resume(self, sums: Sequence[torch.Tensor], merged: int) -> None:
+        """Continue from the sum of ``merged`` steps."""
+        (self._sum,) = sums
+        self.merged = merged
 
     def _gradient(self) -> torch.Tensor:
         if self.parameter.grad is None:

@@ -1,28 +1,25 @@
 """Updates: follows the steps of a model's optimizers since the last backward."""
 
 import inspect
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from traceback import walk_stack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fleetbench.errors import ConfigError
 from fleetbench.plan.combination import Combination
 from real.compute.living import weakly
 from real.engine.executor import Executor
-from real.engine.gradients import is_cleared
+from real.engine.gradients import Averaged
 from real.engine.phase import Phase
 from real.engine.refusals import (
     fields_of,
     given_of,
     refuse_arguments,
-    refuse_foreign,
     refuse_other_optimizer,
     refuse_scaler,
     refuse_update,
@@ -49,33 +46,36 @@ class Updates:
         executor: Callable[[], Executor],
         phase: Callable[[], Phase],
         rests: Callable[[Optimizer], bool],
-        known: Callable[[], Collection[int]],
         ends: Callable[[], None],
     ) -> None:
         """Follow no optimizer yet.
 
         ``executor`` and ``phase`` return the engine's current ones. ``rests`` returns whether an optimizer's step
-        does not concern this model, and ``known`` the ids of all parameters that fleet trains. ``ends`` is called when an
-        update is over.
+        does not concern this model. ``ends`` is called when an update is over.
         """
         self.optimizers: list[Optimizer] = []
         self._model, self._parameters = model, parameters
         self._members = list(parameters.values())
         self._stopwatch, self._executor, self._phase = stopwatch, executor, phase
-        self._rests, self._known, self._ends = rests, known, ends
+        self._rests, self._ends = rests, ends
         self._has_begun = False
         """Whether an optimizer has stepped since the last backward."""
         self._stepped: list[Optimizer] = []
         """The attached optimizers that have stepped since the last backward."""
+        self._averaged = Averaged()
         self._running: dict[int, FrameType] = {}
         """Frame of torch's function around each step that is running or has raised, by the optimizer's id."""
-        self._num_held: dict[int, int] = {}
-        """Number of parameters that each optimizer held when they were last looked at, by its id."""
+        self._num_steps = 0
+        self._others: dict[int, int] = {}
+        """Number of attached optimizers' steps before each running step of another optimizer, by that one's id."""
         self._handles: list[RemovableHandle] = []
 
     def hear_others(self) -> list[RemovableHandle]:
         """Follow steps of optimizers that fleet was not given, until the returned handles are removed."""
-        return [register_optimizer_step_post_hook(weakly(self._any_ends))]
+        return [
+            register_optimizer_step_pre_hook(weakly(self._any_begins)),
+            register_optimizer_step_post_hook(weakly(self._any_ends)),
+        ]
 
     def joined_by(self, optimizer: Optimizer) -> list[Optimizer]:
         """Return the optimizers including this one, which replaces those that hold some of its parameters."""
@@ -101,6 +101,12 @@ class Updates:
         """Begin a step, in which no optimizer has stepped yet."""
         self._has_begun = False
         self._stepped.clear()
+
+    def over(self) -> None:
+        """End an update; steps without a new backward may use its gradients again."""
+        self.begin()
+        if self._what.leaves_averages:
+            self._averaged.note(self._members)
 
     def end_open(self) -> None:
         """End an update in which only some optimizers have stepped, because what follows does not belong to it."""
@@ -139,10 +145,7 @@ class Updates:
         if self._is_running(optimizer) or (not any(map(callable, given)) and self._rests(optimizer)):
             return
         self._running[id(optimizer)] = frame
-        num_held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._num_held.get(id(optimizer)) != num_held:
-            refuse_foreign(optimizer, self._known())
-            self._num_held[id(optimizer)] = num_held
+        self._num_steps += 1
         refuse_arguments(given, self._what)
         if not any(map(callable, given)):
             self._refuse_unready()
@@ -169,27 +172,25 @@ class Updates:
             self._ends()
 
     def _refuse_unready(self) -> None:
-        """Raise ``ConfigError`` unless ``.grad`` is ready for the strategy's update, or is cleared."""
+        """Raise ``ConfigError`` unless ``.grad`` is ready for the strategy's update, or holds the last averages."""
         phase = self._phase()
-        if phase == Phase.UPDATE:
-            return
-        if phase in (Phase.KEPT, Phase.BACKWARD) or not (self._what.leaves_averages and is_cleared(self._members)):
+        if phase != Phase.UPDATE and not (
+            phase not in (Phase.KEPT, Phase.BACKWARD) and self._what.leaves_averages and self._averaged.has(self._members)
+        ):
             refuse_update(phase, self._members, self._model)
 
+    def _any_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if not _is_in(optimizer, self.optimizers) and not any(map(self._is_running, self.optimizers)):
+            self._others.setdefault(id(optimizer), self._num_steps)
+
     def _any_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        """Handle a step of an optimizer that fleet was not given; one that wraps an attached one has stepped that, too."""
-        if _is_in(optimizer, self.optimizers) or any(map(self._is_running, self.optimizers)):
+        """Handle a step of an optimizer that fleet was not given, unless it only wraps an attached optimizer."""
+        if self._others.pop(id(optimizer), None) != self._num_steps:
             return
-        moved = {id(own) for own in parameters_of([optimizer]) if own.grad is not None}
-        if self._phase() != Phase.UPDATE or self._has_begun:
-            moved.difference_update(map(id, parameters_of(self.optimizers)))
-        new = [name for name, own in self._model.named_parameters() if id(own) in moved and name not in self._parameters]
-        known = [name for name, own in self._parameters.items() if id(own) in moved]
         what = self._what
         is_averaged = self._phase() not in (Phase.KEPT, Phase.BACKWARD) and not (what.is_local or what.merges or what.scales)
-        if new or (known and not is_averaged):
-            refuse_other_optimizer(optimizer, new, known)
-        if known and what.leaves_averages:
+        refuse_other_optimizer(optimizer, self._parameters, self._model, is_averaged=is_averaged)
+        if what.leaves_averages and not {*map(id, parameters_of([optimizer]))}.isdisjoint(map(id, self._members)):
             self._update_begins()
 
     def _update_begins(self) -> None:
@@ -200,9 +201,13 @@ class Updates:
     def _is_running(self, optimizer: Optimizer) -> bool:
         """Whether a step of the optimizer is running; a step that has raised is not."""
         wanted = self._running.get(id(optimizer))
-        if wanted is not None and not any(frame is wanted for frame, _ in walk_stack(inspect.currentframe())):
-            del self._running[id(optimizer)]
-        return id(optimizer) in self._running
+        frame = inspect.currentframe() if wanted is not None else None
+        while frame is not None:
+            if frame is wanted:
+                return True
+            frame = frame.f_back
+        self._running.pop(id(optimizer), None)
+        return False
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
@@ -216,4 +221,8 @@ def _is_in(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> bool:
 
 def _caller() -> FrameType:
     """Return the frame that called this function's caller: torch's function around a step."""
-    return sys._getframe(2)  # noqa: SLF001  # documented
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    assert frame.f_back.f_back is not None
+    return frame.f_back.f_back

@@ -35,6 +35,7 @@ from real.compute.compute import apply_compute
 from real.compute.mixed_precision import unscale
 from real.engine.gradients import shard_of, tensors_of
 from real.engine.optimizers import OptimizerControl, hide
+from real.engine.outside import owners_of, refuse_replaced
 from real.engine.phase import Phase
 from real.engine.planning import Planning
 from real.engine.reducer import leaves_gradients, nodes_of
@@ -42,13 +43,11 @@ from real.engine.refusals import (
     given_of,
     refuse_again,
     refuse_arguments,
-    refuse_foreign,
     refuse_graph_of_gradients,
     refuse_in_step,
     refuse_model,
     refuse_moved,
     refuse_optimizer,
-    refuse_replaced,
     refuse_scaler,
     refuse_unfinished,
     refuse_update,
@@ -105,6 +104,7 @@ class ShardedEngine:
         self.parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
         """Shards of the trained parameters, by name."""
         self._frozen = [own for own in model.parameters() if not own.requires_grad]
+        self._owners = owners_of(model)
         self.step, self.epoch, self.merged = first_step - 1, 0, 0
         """Number of steps that have begun; epochs that have ended; and steps whose gradients wait for their update."""
         self._what = Combination.of(strategy)
@@ -184,8 +184,7 @@ class ShardedEngine:
             what = "holds none of the model's parameters: fleet.distributed_model has replaced them by shards"
             hint = "make the optimizer after fleet.distributed_model: torch.optim.AdamW(model.parameters())"
             raise ConfigError(what, OPTIMIZER, kind, hint)
-        refuse_foreign(optimizer, known)
-        self._control = OptimizerControl(optimizer, self._what, self.parameters)
+        self._control = OptimizerControl(optimizer, self._what, self.parameters, set)
         if self._optimizer is None:
             optimizer.register_step_pre_hook(self._step_begins)
             optimizer.register_step_post_hook(self._step_ends)
@@ -308,7 +307,7 @@ class ShardedEngine:
     def _refuse_changed(self) -> None:
         """Raise ``ConfigError`` if the model's parameters are not those that torch has sharded."""
         refuse_moved(next(self.model.parameters()), *self._was_like)
-        refuse_replaced(self.parameters, self.model)
+        self._owners = refuse_replaced(self._owners, self.parameters, self.model)
         is_frozen = not all(own.requires_grad for own in self.parameters.values())
         if is_frozen or any(own.requires_grad for own in self._frozen):
             hint = "let all that is ever trained require gradients before it, and optimize it later"
@@ -351,7 +350,7 @@ class ShardedEngine:
         if self._phase == Phase.IDLE:
             self._begin_step()
         if self._phase == Phase.UPDATE and not self._keeps:
-            refuse_again(self._what, is_attached=self._optimizer is not None)
+            refuse_again(self._what, is_attached=self._optimizer is not None, dropped=False)
         self._is_in_backward = True
         self._show()
         self._reached.clear()

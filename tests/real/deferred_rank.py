@@ -78,6 +78,15 @@ def misses_a_wait() -> torch.Tensor:
 
 
 @program
+def misses_a_wait_through_a_view() -> torch.Tensor:
+    """Reads what is in flight, by another name."""
+    data = tensor()
+    view = data.view(2, 4)[1]
+    dist.all_reduce(data, group=here.groups[0], async_op=True)
+    return view + 1
+
+
+@program
 def uses_another_slice() -> torch.Tensor:
     """Half of a flat buffer is in flight, and only the other half is used."""
     data = tensor()
@@ -113,6 +122,30 @@ def reads_an_item() -> torch.Tensor:
 
 
 @program
+def asks_a_condition() -> torch.Tensor:
+    """So does ``if tensor:``."""
+    return tensor() if tensor().sum() > 0 else torch.zeros(1)
+
+
+@program
+def reads_a_list() -> torch.Tensor:
+    """So does ``.tolist()``."""
+    return torch.tensor(tensor().tolist())
+
+
+@program
+def reads_as_numpy() -> torch.Tensor:
+    """So does ``.numpy()``."""
+    return torch.tensor(tensor().numpy().sum())
+
+
+@program
+def finds_nonzeros() -> torch.Tensor:
+    """So does an operation whose result's size depends on data."""
+    return tensor().nonzero()
+
+
+@program
 def meets_at_a_barrier() -> torch.Tensor:
     """So does a barrier."""
     dist.barrier(group=here.groups[0])
@@ -134,6 +167,15 @@ def reads_where_it_may() -> torch.Tensor:
     """Inside ``allowed()`` the host may read, if it reads what is ordered."""
     data = tensor()
     dist.all_reduce(data, group=here.groups[0])
+    with allowed():
+        return torch.tensor(data.tolist())
+
+
+@program
+def reads_too_early_where_it_may() -> torch.Tensor:
+    """``allowed()`` does not make up for a wait."""
+    data = tensor()
+    dist.all_reduce(data, group=here.groups[0], async_op=True)
     with allowed():
         return torch.tensor(data.tolist())
 
@@ -264,6 +306,14 @@ def all_kinds() -> torch.Tensor:
     mean = tensor()
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
     return torch.cat([*parts, mean])
+
+
+@program
+def uses_a_reduction_beside_the_root() -> torch.Tensor:
+    """Only the root has the sum; elsewhere it is poison."""
+    data = tensor()
+    dist.reduce(data, 0, group=here.groups[0])
+    return torch.isnan(data).float()
 
 
 @program

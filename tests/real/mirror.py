@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch.distributed as dist
 
 from fleetbench.plan.groups import Parts
-from real.communication.communicators import Communicators
+from real.communication.communicators import Communicators, Way
 
 
 class Mirror(Communicators):
@@ -16,9 +18,9 @@ class Mirror(Communicators):
         """Itself, and its image."""
         return 2
 
-    def _make(self, parts: Parts, name: str, backend: str) -> dist.ProcessGroup | None:
+    def _make(self, parts: Parts, name: str) -> dist.ProcessGroup | None:
         assert parts
-        return super()._make(((0,),), name, backend)
+        return super()._make(((0,),), name)
 
-    def prove(self, together: int, *, beside: bool = False) -> None:
-        """Sum nothing: the image brings no numbers of its own."""
+    def _ways(self, communicator: int) -> list[Way]:
+        return [dataclasses.replace(way, ranks=1) for way in super()._ways(communicator)]

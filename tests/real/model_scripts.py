@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 TWO: dict[str, Any] = {"nccl_comm_num": 2, "sync_nccl_allreduce": False}
+LOCAL_UNUSED: dict[str, Any] = {**LOCAL, **UNUSED}
 RESETS: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3, "momentum": "reset"}}
 QUANTISED: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3, "outer_lr": 0.7, "outer_wire": "int8"}}
 ADAPTIVE: dict[str, Any] = {"adaptive_localsgd": True}
@@ -123,6 +124,74 @@ def summed(way: Way, *, one: bool) -> nn.Module:
     return nn.ModuleList(networks)
 
 
+def halved(way: Way, *, closes: bool = False, again: bool = False, partly: bool = False) -> nn.Module:
+    """A GAN of which each model has two optimizers.
+
+    ``closes``: the first of the generator's runs a closure; ``partly``: one of each steps every other time; ``again``: in the middle the
+    discriminator is wrapped again, and one optimizer takes the place of its two.
+    """
+    networks = layers(), small()
+    generator, discriminator = map(way.wrap, networks)
+    held = [[list(network.parameters())[part::2] for part in range(2)] for network in networks]
+    optimizers = [[way.give(kind(own)) for kind, own in zip((SGD, ADAM), parts, strict=True)] for parts in held]
+
+    def stepped(own: list[torch.optim.Optimizer], step: int) -> None:
+        for optimizer in own[step % 2 :] if partly else own:
+            optimizer.step()
+
+    for step in range(6):
+        if again and step == 3:
+            discriminator = way.wrap(networks[1])
+            optimizers[1] = [way.give(SGD(networks[1].parameters()))]
+        discriminator(generator(batch(way, step)).detach()).square().mean().backward()
+        stepped(optimizers[1], step)
+        networks[1].zero_grad()
+
+        def closure(step: int = step, discriminator: nn.Module = discriminator) -> torch.Tensor:
+            networks[0].zero_grad()
+            loss: torch.Tensor = discriminator(generator(batch(way, 50 + step))).tanh().mean()
+            loss.backward()
+            return loss
+
+        if closes:
+            optimizers[0][0].step(closure)
+            optimizers[0][1].step()
+        else:
+            closure()
+            stepped(optimizers[0], step)
+        networks[1].zero_grad()
+    return nn.ModuleList(networks)
+
+
+def closed(way: Way) -> nn.Module:
+    """One optimizer of two models steps with a closure, and trainers meet after every step."""
+    networks = layers(), small()
+    models = [way.wrap(network) for network in networks]
+    optimizer = way.give(SGD([parameter for network in networks for parameter in network.parameters()]))
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = models[1](models[0](batch(way, step))).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        way.meet()
+    return nn.ModuleList(networks)
+
+
+def between_two(way: Way) -> nn.Module:
+    """Wraps again when one of two optimizers has stepped."""
+    network = layers()
+    model = way.wrap(network)
+    parameters = list(network.parameters())
+    optimizers = [way.give(SGD(parameters[:2])), way.give(SGD(parameters[2:]))]
+    model(batch(way, 0)).square().mean().backward()
+    optimizers[0].step()
+    return way.wrap(network)
+
+
 def distilled(way: Way, *, flows: bool = False) -> nn.Module:
     """A teacher is trained, and then teaches a student, from whose loss gradients may flow into it."""
     networks = layers(), small(norm=True)
@@ -191,6 +260,15 @@ def grown_again(way: Way, *, apart: bool = False) -> nn.Module:
     model = way.wrap(network)
     optimizer.add_param_group({"params": list(network[-1].parameters())})
     train(way, model, optimizer)
+    return network
+
+
+def shrunk_again(way: Way) -> nn.Module:
+    """The last layer is another in the third step, with another optimizer."""
+    network = layers()
+    train(way, way.wrap(network), way.give(SGD(network.parameters())), steps=2)
+    network[2] = nn.Linear(SIZE, SIZE, dtype=torch.float64)
+    train(way, way.wrap(network), way.give(ADAM(network.parameters())))
     return network
 
 
@@ -318,6 +396,20 @@ def uneven(
     return network
 
 
+def thrown(way: Way, *, norm: bool) -> nn.Module:
+    """All trainers end an epoch with the first that has no data left, and begin another."""
+    network = Uneven(way.rank, sparse=False, norm=norm, gated=False)
+    model, optimizer = way.wrap(network), way.give(SGD(network.parameters()))
+    for epoch in range(2):
+        with suppress(RuntimeError), model.join(throw_on_early_termination=True):
+            for step in range(2 + 2 * (way.rank + epoch) % 4):
+                optimizer.zero_grad()
+                model(batch(way, 10 * epoch + step)).square().mean().backward()
+                optimizer.step()
+    train(way, model, optimizer)
+    return network
+
+
 def uneven_beside(way: Way) -> nn.Module:
     """Two models that are trained in turns."""
     networks = layers(2), small()
@@ -375,6 +467,7 @@ MODELS_REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
         f"a GAN, {name}": (partial(gan, keeps=False, critics=1), fields, rf"loss\.backward\(\): {SECOND}")
         for name, fields in (("merge", MERGE), ("by bucket", BY_BUCKET))
     },
+    "again, between two optimizers": (between_two, {}, MIDDLE + "in the middle of a step"),
     "a part of a model": (partial(overlapping, part_first=False), {}, "fleet.distributed_model: has a parameter of another"),
     "a model around another": (partial(overlapping, part_first=True), LOCAL, "fleet.distributed_model: has a parameter of another"),
     "two models that follow a loss": (partial(headed, one=False), ADAPTIVE, "strategy.adaptive_localsgd: follows one reported loss"),
@@ -403,17 +496,27 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "a GAN": (gan, {}, True),
     "a GAN with a batch norm": (partial(gan, norm=True, critics=3), {}, True),
     "a GAN, two communicators": (gan, TWO, True),
+    "a GAN, frozen": (partial(gan, freezes=True), {}, True),
     "a GAN, frozen, unused": (partial(gan, freezes=True), UNUSED, True),
     "a GAN, cleared later": (partial(gan, clears=False, meets=True), {}, True),
     "a GAN, alone": (partial(gan, alone=True), {}, True),
     "a GAN with a spectral norm": (partial(gan, spectral=True, norm=True), {}, True),
     "a GAN with a penalty": (partial(gan, penalty=True), {}, True),
+    "a GAN with a penalty, K = 3": (partial(gan, penalty=True), LOCAL, 3),
     "a GAN, one optimizer": (partial(gan, one=True, meets=True), {}, True),
+    "a GAN, one optimizer, alone": (partial(gan, one=True, alone=True), {}, True),
+    "two models in one closure": (closed, {}, True),
     "a GAN, K = 3": (gan, LOCAL, 3),
     "a GAN, K = 3, cleared later": (partial(gan, clears=False), LOCAL, 3),
+    "a GAN, K = 3, frozen": (partial(gan, freezes=True), LOCAL, 3),
     "a GAN that meets, K = 3": (partial(gan, clears=False, meets=True), LOCAL, False),
     "a GAN, merge, alone": (partial(gan, alone=True, keeps=False), MERGE, False),
     **{f"a loss with parameters, {'one optimizer' if one else 'two'}": (partial(headed, one=one), {}, True) for one in (True, False)},
+    "two optimizers of each": (halved, {}, True),
+    "two optimizers of each, K = 3": (halved, LOCAL, 3),
+    "two optimizers of each, some step": (partial(halved, partly=True), {}, True),
+    "two optimizers of each, a closure": (partial(halved, closes=True), {}, True),
+    "two optimizers of each, and again": (partial(halved, again=True), {}, True),
     "a loss with parameters, unused": (partial(headed, one=True, kept=True), UNUSED, True),
     "a loss with parameters, fused": (partial(headed, one=True), {"build_strategy": {"fuse_all_optimizer_ops": True}}, True),
     "a loss with parameters, by bucket": (partial(headed, one=True), BY_BUCKET, True),
@@ -426,27 +529,38 @@ MODELS_TRAINED: dict[str, tuple[Script, dict[str, Any], bool | int]] = {
     "a teacher, K = 3": (distilled, LOCAL, 3),
     "a teacher that gradients flow into": (partial(distilled, flows=True), {}, True),
     "folds": (partial(folds, beside=False), {}, True),
+    "folds, K = 3": (partial(folds, beside=False), LOCAL, 3),
     "folds beside each other": (partial(folds, beside=True), UNUSED, True),
     **{f"unfrozen, and again{', a new optimizer' * (not own)}": (partial(thawed_again, own=own), {}, True) for own in (True, False)},
     "unfrozen, and again, K = 3": (partial(thawed_again, own=True, meets=True), LOCAL, False),
     "a later layer, and again": (grown_again, {}, True),
     "a later layer by rank, and again": (partial(grown_again, apart=True), {}, True),
+    "another layer, and again": (shrunk_again, {}, True),
     "by its module": (through_module, {}, True),
     "uneven": (uneven, {}, True),
+    "uneven, the other way": (partial(uneven, extra=(3, 0, 1)), {}, True),
+    "uneven, nothing for one": (partial(uneven, extra=(3, 0, 1), first=0), {}, True),
     "uneven, nothing for the first": (partial(uneven, extra=(0, 3, 1), first=0, norm=True), {}, True),
     "uneven, two batches a step": (partial(uneven, batches=2), {}, True),
     "uneven, two batches, one alone": (partial(uneven, batches=2, alone=True), {}, True),
     "uneven, sparse": (partial(uneven, sparse=True), {}, True),
     "uneven with a batch norm": (partial(uneven, norm=True), {}, True),
+    "uneven with a batch norm, the other way": (partial(uneven, norm=True, extra=(3, 0, 1), batches=2), {}, True),
     "uneven, unused": (partial(uneven, gated=True, norm=True), UNUSED, True),
+    "uneven, unused, the other way": (partial(uneven, gated=True, extra=(4, 0, 1), first=3), UNUSED, True),
     "uneven, compressed": (partial(uneven, sparse=True), {"fp16_allreduce": True}, False),
     "uneven, fused": (uneven, {"build_strategy": {"fuse_all_optimizer_ops": True}}, True),
     "uneven with evaluations": (partial(uneven, evaluates=True), {}, True),
     "uneven, by the model": (partial(uneven, enable=True), {}, True),
     "uneven, not enabled": (partial(uneven, enable=False, extra=(1, 1, 1)), {}, True),
+    "uneven, thrown": (partial(thrown, norm=False), {}, True),
+    "uneven, thrown with a batch norm": (partial(thrown, norm=True), {}, True),
     "uneven, and on": (partial(uneven, goes_on=True), {}, True),
     "uneven beside each other": (uneven_beside, {}, True),
     **{f"complex{', mixed' * mixed}": (partial(waves, mixed=mixed), {}, True) for mixed in (True, False)},
+    "complex, Adam": (partial(waves, mixed=True, kind=ADAM), {}, True),
+    "complex, unused": (partial(waves, mixed=True), UNUSED, True),
+    "complex, by bucket": (partial(waves, mixed=True), BY_BUCKET, True),
     "complex, merge": (partial(waves, mixed=True, steps=6), MERGE, False),
     "complex, compressed": (partial(waves, mixed=False), {"fp16_allreduce": True}, True),
     "complex, averaged state": (partial(waves, mixed=True, steps=6), STATE, False),

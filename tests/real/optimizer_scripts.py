@@ -6,6 +6,7 @@ The truth is plain DDP, or, where trainers update alone or merge gradients, ``Wr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,18 @@ from reducer_scripts import BY_BUCKET, LOCAL, MERGE, SCALED, SGD, SIZE, STATE, S
 from torch import nn
 
 FUSED: dict[str, Any] = {"build_strategy": {"fuse_all_optimizer_ops": True}}
+FUSED_BUCKETS: dict[str, Any] = {**BY_BUCKET, "fuse_grad_size_in_MB": 0.0001}
 DILOCO: dict[str, Any] = {
     "localsgd": True,
     "localsgd_configs": {"k_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
 RESET: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3, "momentum": "reset"}}
 BOTH: dict[str, Any] = {**LOCAL, **MERGE}
+FLUSHED: dict[str, Any] = {
+    "gradient_merge": True,
+    "gradient_merge_configs": {"k_steps": 3, "remainder": "flush"},
+}
+SLOWED: dict[str, Any] = {"learning_rate": {"scale": 0.5}}
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 Optimizer = torch.optim.Optimizer
 
@@ -54,6 +61,13 @@ def halves(network: nn.Module, kinds: Sequence[Callable[..., Optimizer]] = (SGD,
     return [kind(held[len(held) * part // number : len(held) * (part + 1) // number]) for part, kind in enumerate(kinds)]
 
 
+def matrices(network: nn.Module) -> list[Optimizer]:
+    """Muon for what it is made for, and another for the rest."""
+    held = list(network.parameters())
+    muon = getattr(torch.optim, "Muon", SGD)
+    return [muon([own for own in held if own.dim() == 2]), ADAMW([own for own in held if own.dim() != 2])]
+
+
 def several(
     way: Way,
     *,
@@ -76,6 +90,47 @@ def several(
     return network
 
 
+def normed(way: Way, *, closures: bool) -> nn.Module:
+    """A batch norm, whose statistics are rank 0's in every forward."""
+    network = nn.Sequential(*layers(), nn.BatchNorm1d(SIZE, dtype=torch.float64), *layers(1))
+    model = way.wrap(network)
+    optimizers = [way.give(one) for one in halves(network)]
+    if closures:
+        by_closure(way, model, optimizers)
+    else:
+        train(way, model, optimizers, chosen=lambda step, all_of: all_of[step % 2 :])
+    return network
+
+
+def own_zero(way: Way) -> nn.Module:
+    """The second steps every third step, on what has added up since; the first clears its own gradients before the other steps."""
+    network = layers()
+    model = way.wrap(network)
+    one, two = (way.give(each) for each in halves(network))
+    for step in range(1, 8):
+        loss_of(way, model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+        one.step()
+        one.zero_grad()
+        if step % 3 == 0:
+            nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+            two.step()
+            two.zero_grad(set_to_none=False)
+    return network
+
+
+def cleared_between(way: Way) -> nn.Module:
+    """Each optimizer clears its gradients as soon as it has stepped."""
+    network = layers()
+    model = way.wrap(network)
+    optimizers = [way.give(one) for one in halves(network)]
+    for step in range(1, 7):
+        loss_of(way, model, step).backward()  # type: ignore[no-untyped-call]  # torch's
+        for number, optimizer in enumerate(optimizers):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=bool(number))
+    return network
+
+
 def repeated(way: Way, *, cleared: bool) -> nn.Module:
     """Steps without a backward between, also after a forward that nobody uses; ``cleared``: on gradients of zeros."""
     network = layers()
@@ -83,7 +138,7 @@ def repeated(way: Way, *, cleared: bool) -> nn.Module:
     optimizers = [way.give(one) for one in halves(network)]
     for step in range(1, 6):
         loss_of(way, model, step).backward()  # type: ignore[no-untyped-call]  # torch's
-        for one in optimizers:
+        for one in (*optimizers, optimizers[0]):
             one.step()
         if cleared:
             for one in optimizers:
@@ -183,6 +238,21 @@ def closures(way: Way, *, kinds: Sequence[Callable[..., Optimizer]] = (SGD,), gi
     return network
 
 
+def raising_closure(way: Way) -> nn.Module:
+    """A closure raises, and the loop goes on without one."""
+    network = layers()
+    model, optimizer = way.wrap(network), way.give(SGD(network.parameters()))
+
+    def closure() -> float:
+        raise KeyError("a batch is missing")
+
+    for step in range(1, 6):
+        with suppress(KeyError):
+            optimizer.step(closure)
+        train(way, model, [optimizer], steps=1, first=step)
+    return network
+
+
 LBFGS = partial(torch.optim.LBFGS, lr=0.3, max_iter=4)
 
 
@@ -245,6 +315,17 @@ def shared_by_two(way: Way) -> nn.Module:
     train(way, model, optimizers, steps=2)
     optimizers[1].add_param_group({"params": [network[0].bias]})
     train(way, model, optimizers, steps=2)
+    return network
+
+
+def given_in_a_step(way: Way) -> nn.Module:
+    """Fleet is given the second between the backward and the steps."""
+    network = layers()
+    model = way.wrap(network)
+    one, two = halves(network)
+    way.give(one)
+    loss_of(way, model, 1).backward()  # type: ignore[no-untyped-call]  # torch's
+    way.give(two)
     return network
 
 
@@ -332,9 +413,19 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     **{f"one steps twice, {name}": (_TWICE, fields, _MISSING.format(said)) for name, (fields, said) in _FIELDS.items()},
     **{f"a closure, {name}": (closures, fields, _ARGUMENTS.format(said)) for name, (fields, said) in _FIELDS.items()},
     "a closure, fused": (closures, FUSED, _ARGUMENTS.format("build_strategy.fuse_all_optimizer_ops")),
-    "steps without a backward": (partial(repeated, cleared=False), {}, r"optimizer.step\(\): no backward has come since the last step"),
+    "LBFGS, K = 3": (
+        partial(closures, kinds=(LBFGS,)),
+        LOCAL,
+        "optimizer: updates all parameters as one, from a closure, and localsgd",
+    ),
     **{f"by hand, {name}": (by_hand, fields, _BY_HAND.format(said)) for name, (fields, said) in _FIELDS.items() if name != "by bucket"},
     "by hand, by bucket": (by_hand, BY_BUCKET, "fleet.distributed_optimizer: there is no optimizer yet"),
+    "held by two": (
+        shared_by_two,
+        {},
+        r"parameter 0.bias: is held by two optimizers that fleet was given \(got SGD and AdamW\)",
+    ),
+    "given in a step": (given_in_a_step, {}, "fleet.distributed_optimizer: comes in the middle of a step"),
     "the earlier one goes on, K = 3": (
         partial(anew, second=frozen_layer, also=True),
         LOCAL,
@@ -358,6 +449,10 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
             ("momentum reset", RESET),
         )
     },
+    "several, turned": (partial(several, turned=True), {}, True),
+    "several, turned, state averaged": (partial(several, turned=True), STATE, True),
+    "Muon": (partial(several, of=matrices), {}, True),
+    "Muon, DiLoCo": (partial(several, of=matrices), DILOCO, True),
     "three": (partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))), {}, True),
     "three, merge": (
         partial(several, of=partial(halves, kinds=(ADAMW, SGD, torch.optim.Adagrad))),
@@ -365,18 +460,28 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
         True,
     ),
     "SparseAdam and another": (looked, {}, True),
-    "held by two": (shared_by_two, {}, True),
+    "SparseAdam and another, by bucket": (looked, BY_BUCKET, True),
+    "SparseAdam and another, K = 3": (looked, LOCAL, True),
     "one later": (partial(several, late=True), {}, True),
     "one later, K = 3": (partial(several, late=True), LOCAL, True),
+    "one later, merge": (partial(several, late=True), MERGE, True),
     "one later, state averaged": (partial(several, late=True), STATE, True),
     "one of two in turn": (partial(several, chosen=lambda step, all_of: [all_of[step % 2]]), {}, True),
     "none at times": (partial(several, chosen=lambda step, all_of: all_of[step % 3 :]), {}, True),
     "one twice": (_TWICE, {}, True),
+    "a batch norm, in turn": (partial(normed, closures=False), {}, True),
+    "a batch norm, closures": (partial(normed, closures=True), {}, True),
+    "cleared by itself": (own_zero, {}, True),
+    "cleared between": (cleared_between, {}, True),
+    "cleared between, by bucket": (cleared_between, FUSED_BUCKETS, True),
+    "steps without a backward": (partial(repeated, cleared=False), {}, True),
     "steps on zeros": (partial(repeated, cleared=True), {}, True),
     "a GradScaler of two": (scaled, {}, True),
     "two backwards": (two_losses, {}, True),
     "a closure": (closures, {}, True),
+    "closures of two": (partial(closures, kinds=(SGD, ADAMW)), {}, True),
     "closures of one not given": (partial(closures, given=False), {}, True),
+    "a closure that raises": (raising_closure, {}, True),
     "LBFGS": (partial(closures, kinds=(LBFGS,)), {}, True),
     "LBFGS and another": (partial(closures, kinds=(LBFGS, ADAMW)), {}, True),
     "made anew": (partial(anew, second=lambda network: ADAMW(network.parameters())), {}, True),
@@ -386,9 +491,13 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
         STATE,
         True,
     ),
+    "made anew, merge": (partial(anew, second=lambda network: ADAMW(network.parameters())), MERGE, True),
+    "made anew of less": (partial(anew, second=frozen_layer), {}, True),
+    "made anew of less, K = 3": (partial(anew, second=frozen_layer), LOCAL, True),
     "the earlier one goes on": (partial(anew, second=frozen_layer, also=True), {}, True),
     "one of two anew": (of_halves, {}, True),
     "one of two anew, K = 3": (of_halves, LOCAL, True),
+    "one of two anew, by bucket": (of_halves, BY_BUCKET, True),
     "by hand": (by_hand, {}, True),
     "by hand, of two batches": (partial(by_hand, accumulates=True), {}, True),
     "by hand beside": (partial(by_hand, beside=True), {}, True),

@@ -82,7 +82,10 @@ ODD = (
 )
 WIRE = (Case("fp16 wire", {"fp16_allreduce": True}), Case("bf16 wire", {"bf16_allreduce": True}))
 GATED = (Case("unused parameters", {**SEVERAL, "find_unused_parameters": True}, "gated"),)
-SPARSE = (Case("sparse", SEVERAL, "looked", "sgd"),)
+SPARSE = (
+    Case("sparse", SEVERAL, "looked", "sgd"),
+    Case("sparse, merged", {**SEVERAL, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}, "looked", "sgd"),
+)
 NORMED = (Case("synchronised batch norm", {**SEVERAL, "sync_batch_norm": True}, "normed", cpu_only=True),)
 MERGED = (
     Case("merge of 4", {**SEVERAL, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 4}}),

@@ -481,11 +481,15 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         lambda _: True,
     ),
     "a second backward outside of no_sync, where gradients have been merged, unscaled or used (docs/loops.md)": (
-        "a second backward comes before optimizer.step\\(\\),",
+        "a second backward comes before optimizer.step\\(\\), and (?!the first)",
         lambda case: (
             (case.num_exchanges > 1 or bool(case.drops) or case.skips or case.second == "new")
             and (case.merge > 1 or case.by_bucket or case.amp == "fp16")
         ),
+    ),
+    "under Local SGD gradients are thrown away after a backward (docs/loops.md)": (
+        "the first one's gradients were thrown away",
+        lambda case: case.is_local and (bool(case.drops) or case.skips),
     ),
     "unused parameters without find_unused_parameters (docs/exchange.md)": (
         "got no gradient in this step",
@@ -514,10 +518,6 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
     "models differ by rank (docs/loops.md)": (
         "the model: differs between rank R and rank R",
         lambda case: bool(case.by_rank),
-    ),
-    "state is averaged that a trainer has not made yet (docs/local_sgd.md)": (
-        "has state that trainers average on some of them alone",
-        lambda case: bool(case.treats_state) and (bool(case.drops) or case.model == "gated"),
     ),
     "gradients are changed after an update by bucket (docs/loops.md)": (
         "gradients were changed after the backward",
@@ -554,12 +554,9 @@ DOCUMENTED: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "keeps the graph of gradients",
         lambda case: case.amp == "fp16" and any("penalty" in kind or kind == "create graph" for kind, _ in case.backwards),
     ),
-    "sparse gradients with merges, an update by bucket, or a fused update under Local SGD (docs/loops.md)": (
-        "has sparse gradients, which the strategy cannot merge",
-        lambda case: (
-            case.model == "sparse"
-            and (case.merge > 1 or case.by_bucket or (case.is_local and bool(case.build("fuse_all_optimizer_ops", False))))
-        ),
+    "sparse gradients under Local SGD with merges or a fused update (the error names it)": (
+        "has sparse gradients, which Local SGD",
+        lambda case: case.model == "sparse" and case.is_local and (case.merge > 1 or case.build("fuse_all_optimizer_ops", False)),
     ),
 }
 """What a case may be refused for: where it is said, how the error reads, and which cases it is to be expected of."""

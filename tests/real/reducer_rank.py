@@ -335,7 +335,7 @@ CASES: dict[str, Case] = {
     },
     **{f"by rank: {kind}": partial(by_rank, kind=kind) for kind in BY_RANK},
     "another strategy": other_strategy,
-    "let go": partial(let_go, number=8),
+    "let go": partial(let_go, number=20),
     "let go, K = 2": partial(let_go, number=5, **LOCAL),
     "let go, saved": partial(let_go, number=4, saves=True),
     "copies": copies,

@@ -23,6 +23,7 @@ SIZE = 6
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 LOCAL: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
 STATE: dict[str, Any] = {"localsgd": True, "localsgd_configs": {"k_steps": 3, "optimizer_state": "average"}}
+HELD: dict[str, Any] = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "batch_norm_per": "update"}}
 MERGE: dict[str, Any] = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
 BY_BUCKET: dict[str, Any] = {"build_strategy": {"enable_backward_optimizer_op_deps": False}}
 SCALED: dict[str, Any] = {"amp": True}
@@ -310,6 +311,18 @@ def as_another(module: Writes, x: torch.Tensor) -> None:
     module.mean = module.mean * 0.9 + x.mean(0) * 0.1
 
 
+def as_queue(module: Writes, x: torch.Tensor) -> None:
+    """A queue of whole numbers."""
+    module.table[module.calls % SIZE] = int(x.abs().sum() * 1000)
+
+
+def of_all(module: Writes, x: torch.Tensor) -> None:
+    """The mean of all ranks' batches."""
+    mean = x.mean(0)
+    dist.all_reduce(mean)
+    module.mean.mul_(0.9).add_(mean / dist.get_world_size(), alpha=0.1)
+
+
 def counted(module: Writes, _: torch.Tensor) -> None:
     """The same on all ranks."""
     module.table.add_(1)
@@ -390,12 +403,15 @@ DDP, DATA = "DistributedDataParallel", "DataParallel"
 
 REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "a DDP": (partial(inside, wrapper=DistributedDataParallel), {}, WRAPPED.format(DDP)),
+    "a DDP, K = 3": (partial(inside, wrapper=DistributedDataParallel), LOCAL, WRAPPED.format(DDP)),
     "a DataParallel": (partial(inside, wrapper=nn.DataParallel), {}, WRAPPED.format(DATA)),
     "a sharded model": (partial(inside, wrapper=sharded), {}, WRAPPED.format("FSDPModule")),
     "a DDP deeper inside": (deeper, {}, "module 1: " + WRAPPED.format(DDP)),
     "a DDP around, made before": (partial(around, first=True), {}, WRAPPED.format(DDP)),
+    "a DDP around, made before, K = 3": (partial(around, first=True), LOCAL, WRAPPED.format(DDP)),
     "a DDP around, made later": (partial(around, first=False), {}, WRAPPED.format(DDP)),
     "a DDP around a part": (partial(around, first=False, part=1), MERGE, WRAPPED.format(DDP)),
+    "a DataParallel around": (partial(around, first=False, wrapper=nn.DataParallel), {}, WRAPPED.format(DATA)),
     "a model sharded late": (partial(sharded_late, given=False), {}, WRAPPED.format("FSDPModule")),
     "a model sharded later": (partial(sharded_late, given=True), {}, r".*(got FSDPModule|was replaced after fleet\.distributed_model)"),
     "a wrapper of an optimizer": (partial(one_optimizer, wrapper=Scheduled), {}, UNHEARD.format("Scheduled")),
@@ -414,6 +430,7 @@ REFUSED: dict[str, tuple[Script, dict[str, Any], str]] = {
     "an optimizer in the backward": (in_backward, {}, UNKNOWN.format("1: 2.bias")),
     "unfrozen": (partial(thawed, own=True), {}, THAWED),
     "unfrozen, a new optimizer": (partial(thawed, own=False), {}, THAWED),
+    "unfrozen, K = 3": (partial(thawed, own=True), LOCAL, THAWED),
     "frozen": (frozen, {}, FROZEN),
     "frozen, merge": (frozen, MERGE, FROZEN),
     "a later layer": (grown, {}, r"optimizer SGD: has stepped parameters that came, or were unfrozen, after.*\(got 2: 3.weight, 3.bias\)"),
@@ -426,11 +443,14 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "an idle DDP": (idle_wrapper, {}, True),
     "a wrapper of an optimizer outside": (partial(one_optimizer, wrapper=Scheduled, outside=True), {}, True),
     "a wrapper that is one outside": (partial(one_optimizer, wrapper=partial(Lookahead, begins=True), outside=True), {}, True),
+    "a wrapper that is one outside, K = 3": (partial(one_optimizer, wrapper=partial(Lookahead, begins=True), outside=True), LOCAL, False),
     "a wrapper that is one": (partial(one_optimizer, wrapper=partial(Lookahead, begins=True)), {}, True),
     "ZeRO": (partial(one_optimizer, wrapper=shared_out), {}, True),
     "two optimizers": (two_optimizers, {}, True),
+    "two optimizers, by bucket": (two_optimizers, BY_BUCKET, True),
     "a new optimizer": (partial(two_optimizers, new=True), {}, True),
     "left out": (left_out, {}, True),
+    "left out, K = 3": (left_out, LOCAL, False),
     "left out, state averaged": (partial(left_out, kind=torch.optim.AdamW), STATE, False),
     "held back": (held_back, {}, True),
     "frozen, unused": (frozen, UNUSED, True),
@@ -438,6 +458,9 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "a buffer, by its data": (partial(writes, write=as_data), {}, True),
     "a buffer, another in its place": (partial(writes, write=as_another), {}, True),
     "a buffer, merge": (partial(writes, write=in_place), MERGE, False),
+    "a buffer, by bucket": (partial(writes, write=in_place), BY_BUCKET, True),
+    "a queue": (partial(writes, write=as_queue), {}, True),
+    "a buffer of all ranks' batches": (partial(writes, write=of_all), {}, True),
     "a buffer that the script sends": (partial(writes, write=in_place, broadcasts=True), {}, True),
     "a buffer that counts": (partial(writes, write=counted), {}, True),
     "a buffer, K = 3": (partial(writes, write=in_place), LOCAL, False),
@@ -446,6 +469,8 @@ TRAINED: dict[str, tuple[Script, dict[str, Any], bool]] = {
     "a batch norm": (normed, {}, True),
     "a batch norm, trained in evaluation mode": (partial(normed, evaluates=True), {}, True),
     "a batch norm, two forwards": (partial(normed, forwards=2), {}, True),
+    "a batch norm, two forwards, merge": (partial(normed, forwards=2), MERGE, False),
+    "a batch norm, two forwards, held": (partial(normed, forwards=2), HELD, False),
     "a batch norm, one forward more on rank 1": (partial(normed, more=True), {}, False),
 }
 """By name: the script, its strategy, and whether DDP is its truth; elsewhere it is to end with ranks that are equal."""

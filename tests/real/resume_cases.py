@@ -62,6 +62,7 @@ CASES = (
     Case("synchronous, a step that a scaler leaves out", SEVERAL, saved=OVERFLOW, dtype="float32", scales=True, skips=True),
     Case("merge of 4, two of them in the sum", {**SEVERAL, **_merge(4)}, saved=6),
     Case("merge of 4, statistics an update", {**SEVERAL, **_merge(4, batch_norm_per="update")}, saved=6),
+    Case("merge of 3, sparse", {**SEVERAL, **_merge(3)}, saved=8, model="looked", optimizer="sgd"),
     Case("merge of 3, unused parameters", {**SEVERAL, "find_unused_parameters": True, **_merge(3)}, saved=7, model="gated"),
     Case("Local SGD", {**SEVERAL, **_K4}),
     Case(
@@ -89,6 +90,7 @@ _BY_THREE = (
     "synchronous",
     "synchronous, by measured times",
     "merge of 4, two of them in the sum",
+    "merge of 3, sparse",
     "Local SGD",
     "adaptive",
     "outer optimizer",

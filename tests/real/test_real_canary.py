@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from fleetbench.errors import EnvironmentLacks
-from real.communication.communicators import canary
+from real.communication.communicators import Way, canary
 from real.communication.lanes import Lane, ThreadLane
 
 CPU = torch.device("cpu")
@@ -19,9 +18,6 @@ CPU = torch.device("cpu")
 
 class Others:
     """Process groups of 3 ranks, of which this is the second, whose others bring what the canary brings; ``before`` may spoil it."""
-
-    rank = 1
-    device = CPU
 
     def __init__(self, number: int, before: Callable[[torch.Tensor, int], None]) -> None:
         self._lanes: list[Lane] = [ThreadLane(f"canary-lane-{index}") for index in range(number)]
@@ -33,30 +29,25 @@ class Others:
         """Set once all communicators have been in flight at the same time."""
         self._lock = threading.Lock()
 
-    def sing(self, **named: Any) -> None:
-        """Run the canary on a process group of each lane, alone and together."""
-        ways = [("world", number) for number in range(len(self._lanes))]
-        canary(self, ways, ways, **named)  # type: ignore[arg-type]  # what it asks of ``Communicators``
+    @property
+    def ways(self) -> list[Way]:
+        """A process group a lane."""
+        return [Way(f"group {number}", number, lane, 3, 1, self._total_of(number)) for number, lane in enumerate(self._lanes)]
 
-    def part(self, _group: str) -> tuple[int, ...]:
-        """See ``Communicators``."""
-        return (0, 1, 2)
+    def _total_of(self, group: int) -> Callable[[torch.Tensor], None]:
+        def total(tensor: torch.Tensor) -> None:
+            """Places 0 and 2 bring one less than place 1."""
+            with self._lock:
+                self.count += 1
+                self._in_flight += 1
+                if self._in_flight == self._together:
+                    self.met.set()
+            tensor.mul_(3).sub_(2)
+            self._before(tensor, group)
+            with self._lock:
+                self._in_flight -= 1
 
-    def lane(self, communicator: int) -> Lane:
-        """See ``Communicators``."""
-        return self._lanes[communicator]
-
-    def all_reduce(self, tensor: torch.Tensor, _operator: str, _group: str, communicator: int) -> None:
-        """Places 0 and 2 bring one less than place 1."""
-        with self._lock:
-            self.count += 1
-            self._in_flight += 1
-            if self._in_flight == self._together:
-                self.met.set()
-        tensor.mul_(3).sub_(2)
-        self._before(tensor, communicator)
-        with self._lock:
-            self._in_flight -= 1
+        return total
 
     def close(self) -> None:
         """Release the lanes."""
@@ -85,7 +76,7 @@ def test_healthy_communicators_pass(number: int) -> None:
     """Right answers raise nothing, on one communicator and on three that really are in flight at once."""
     others = Others(number, lambda *_: None)
     others._before = lambda *_: others.met.wait(PATIENCE_S)  # type: ignore[assignment, return-value]  # the answer is dropped
-    others.sing()
+    canary(others.ways, others.ways, CPU)
     assert others.count == 3 * number + (0 if number == 1 else 4 * number)
     assert others.met.is_set()
     assert _canary_thread_is_gone()
@@ -101,16 +92,16 @@ def test_concurrent_corruption_is_found() -> None:
             tensor.view(-1)[-1] += 1
 
     others._before = spoil
-    with pytest.raises(EnvironmentLacks, match=r"(?s)communicator 1: gives wrong answers while others.*sync_nccl_allreduce = true"):
-        others.sing()
+    with pytest.raises(EnvironmentLacks, match=r"(?s)group 1: gives wrong answers while others.*sync_nccl_allreduce = true"):
+        canary(others.ways, others.ways, CPU)
     others.close()
 
 
 def test_a_single_communicator_that_lies_is_found() -> None:
     """What was summed is not what is there: as gloo once did on CUDA tensors."""
     others = Others(1, lambda tensor, _: tensor.add_(1))
-    with pytest.raises(EnvironmentLacks, match=r"(?s)communicator 0: gives wrong answers.*another run.backend"):
-        others.sing()
+    with pytest.raises(EnvironmentLacks, match=r"(?s)group 0: gives wrong answers.*another run.backend"):
+        canary(others.ways, others.ways, CPU)
     assert others.count == 1
     others.close()
 
@@ -122,7 +113,7 @@ def test_a_deadlock_of_two_communicators_is_reported_in_time(stop: threading.Eve
     others._before = lambda *_: others.met.wait(PATIENCE_S) and stop.wait(20)  # type: ignore[assignment, return-value]  # see above
     begin = time.monotonic()
     with pytest.raises(EnvironmentLacks, match=r"(?s)no answer within 1 s.*nccl_comm_num = 1"):
-        others.sing(timeout_s=1.0)
+        canary(others.ways, others.ways, CPU, timeout_s=1.0)
     assert time.monotonic() - begin < 10
     stop.set()
     others.close()
@@ -138,5 +129,23 @@ def test_what_a_collective_raises_is_passed_on() -> None:
 
     others._before = fail
     with pytest.raises(RuntimeError, match="connection closed"):
-        others.sing()
+        canary(others.ways, others.ways, CPU)
+    others.close()
+
+
+def test_the_thread_of_the_canary_works_on_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on device 0; the one that flies is told the rank's, before its first collective."""
+    told: list[tuple[str, torch.device, int]] = []
+    others = Others(2, lambda *_: None)
+    monkeypatch.setattr(torch.cpu, "set_device", lambda device: told.append((threading.current_thread().name, device, others.count)))
+    canary(others.ways, others.ways, CPU)
+    assert told == [("canary", CPU, 6)]
+    others.close()
+
+
+def test_groups_of_one_lane_fly_one_after_another() -> None:
+    """A lane carries one operation at a time, so there is nothing to be tried at once."""
+    others = Others(1, lambda *_: None)
+    canary([*others.ways, *others.ways], [*others.ways, *others.ways], CPU)
+    assert others.count == 6
     others.close()

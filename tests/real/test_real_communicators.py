@@ -130,6 +130,14 @@ def test_batch_norm_meets_on_a_group_of_its_own(made: list[dict[str, Any]], sums
     assert sums.flown == ["world-0", "beside"] * (3 + 4)
 
 
+def test_gloo_on_the_cpu_is_trusted_with_one_communicator_at_a_time(sums: Sums) -> None:
+    """It opens its connections as a group is made."""
+    communicators = communicators_of("gloo")
+    communicators.require(1, HIERARCHY)
+    communicators.prove(1)
+    assert sums.flown == []
+
+
 def test_what_moves_to_a_device_is_carried_by_lanes_of_its_own(made: list[dict[str, Any]]) -> None:
     """The process groups stay, and are open for two communicators as before."""
     communicators = Communicators("gloo", TIMEOUT, lane=lambda _name: InlineLane())

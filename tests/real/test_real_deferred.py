@@ -20,14 +20,20 @@ RANKS = 3
 
 WRONG = {
     "misses_a_wait": "UnorderedAccess",
+    "misses_a_wait_through_a_view": "UnorderedAccess",
     "overwrites_what_is_sent": "UnorderedAccess",
     "never_waits": "UnorderedAccess",
+    "reads_too_early_where_it_may": "UnorderedAccess",
     "side_stream_without_waiting_for_the_ticket": "UnorderedAccess",
     "update_stream_without_ticket": "UnorderedAccess",
     "update_stream_without_return": "UnorderedAccess",
     "overwrites_what_another_stream_reads": "UnorderedAccess",
     "drops_what_another_stream_reads": "UnorderedAccess",
     "reads_an_item": "HostSynchronised",
+    "asks_a_condition": "HostSynchronised",
+    "reads_a_list": "HostSynchronised",
+    "reads_as_numpy": "HostSynchronised",
+    "finds_nonzeros": "HostSynchronised",
     "reads_in_a_gradient_hook": "HostSynchronised",
     "meets_at_a_barrier": "HostSynchronised",
     "serialised": "ConcurrentCommunicators",
@@ -74,6 +80,13 @@ def test_every_collective_computes_what_its_name_says(results: list[Arrays]) -> 
     expected = [SUM, _own(RANKS - 1), gathered, *(_own(rank) for rank in range(RANKS)), [RANKS - 1] * 3, SUM / RANKS]
     for rank in results:
         np.testing.assert_array_equal(rank["all_kinds/result"], np.concatenate(expected))
+
+
+def test_a_reduction_is_poison_beside_its_root(results: list[Arrays]) -> None:
+    """Torch promises the sum to the root only, so nobody else may build on what is there."""
+    assert not results[0]["uses_a_reduction_beside_the_root/result"].any()
+    for rank in results[1:]:
+        assert rank["uses_a_reduction_beside_the_root/result"].all()
 
 
 def test_ranks_issue_one_order(results: list[Arrays]) -> None:

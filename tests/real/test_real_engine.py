@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from zero_trainer import ZeroTrainer, engine_of, six_layers, train
 
 from fleetbench.errors import ConfigError
+from fleetbench.plan.events import BucketReady
 from fleetbench.plan.training import family
 from fleetbench.strategy import DistributedStrategy
 from real.engine.engine import Engine
@@ -140,6 +142,41 @@ def test_both_ways_of_zeroing_gradients_work(others: ZeroTrainer, set_to_none: b
         torch.testing.assert_close(parameter, expected)
 
 
+def test_gradients_from_before_do_not_make_a_bucket_ready(others: ZeroTrainer) -> None:
+    """Layers run the other way round while gradients wait in ``.grad``: what was the last gradient comes first, and is not the end."""
+
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.turned = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self.layers) if self.turned else self.layers:
+                x = layer(x)
+            return x
+
+    model, final_ns = Turning(), [0]
+    for parameter in model.parameters():  # before the engine's hooks
+        parameter.register_post_accumulate_grad_hook(lambda _: final_ns.append(time.monotonic_ns()))
+    engine = Engine(model, DistributedStrategy(), others, record=True)  # type: ignore[arg-type]  # the fake has the methods that the engine calls
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    train(engine, optimizer, 2)
+    model.turned = True
+    with engine.no_sync():
+        model(torch.ones(2, 8)).sum().backward()
+    own = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter, first in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(parameter.grad, first)  # twice the same, and halved
+    (recording,) = engine.recordings()
+    assert recording is not None
+    ready_ns = [now_ns for now_ns, event, _ in recording.log if isinstance(event, BucketReady)]
+    assert ready_ns[-1] >= final_ns[-1]
+    engine.close()
+
+
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True, "localsgd_configs": {"k_steps": 2}}])
 def test_a_second_backward_leaves_a_recording_that_replays(others: ZeroTrainer, fields: dict[str, object]) -> None:
     """The strategy is taken back to the step's begin: a fresh one, told what the log holds, decides the same, and counts the step once."""
@@ -174,6 +211,32 @@ def test_a_parameter_that_the_loss_does_not_reach_is_named(others: ZeroTrainer) 
     engine, _ = engine_of(model, others)
     with pytest.raises(ConfigError, match=r"idle\.bias, idle\.weight"):
         model(torch.ones(2, 8)).sum().backward()
+    engine.close()
+
+
+def test_frozen_parameters_start_from_rank_0s_too() -> None:
+    """What a frozen layer computes must be the same on every rank, although nothing of it is exchanged later."""
+    sent: list[torch.Tensor] = []
+    fake = ZeroTrainer()
+    fake.broadcast = sent.append  # type: ignore[method-assign]
+    model = six_layers()
+    model[0].requires_grad_(False)  # torch's signature
+    engine_of(model, fake)
+    for parameter in model.parameters():
+        assert any(tensor.data_ptr() == parameter.data_ptr() for tensor in sent)
+    fake.close()
+
+
+def test_a_users_own_training_remembers_nothing(others: ZeroTrainer) -> None:
+    """Without ``keep_times`` no record and no span is kept, however long the training."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(), others, keep_times=False)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    train(engine, optimizer, 5)
+    assert len(others.flights) == 5
+    assert engine.stopwatch.steps == []
+    assert engine.stopwatch.spans == []
     engine.close()
 
 
@@ -292,6 +355,16 @@ def test_merged_steps_may_reach_different_parameters(others: ZeroTrainer) -> Non
     engine.close()
 
 
+def test_a_small_wire_divides_before_it_casts(others: ZeroTrainer) -> None:
+    """A gradient of 100,000, too large for FP16, is half of it after an average with another trainer's zeros."""
+    model = nn.Linear(1, 1, bias=False)
+    engine, _ = engine_of(model, others, fp16_allreduce=True)
+    model(torch.full((1, 1), 100_000.0)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == pytest.approx(50_000, rel=2**-11)
+    engine.close()
+
+
 def test_held_statistics_and_recompute_go_together(others: ZeroTrainer) -> None:
     """Statistics that move once an update, in a recomputed block: the gradient of plain training, and two moves in four steps."""
     torch.manual_seed(2)
@@ -388,4 +461,48 @@ def test_a_subclass_of_an_optimizer_steps_once(others: ZeroTrainer) -> None:
         moved.append(not torch.equal(next(model.parameters()), before[0]))
         before = [parameter.detach().clone() for parameter in model.parameters()]
     assert moved == [False, True, False, True]
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"sync_nccl_allreduce": False}, {"nccl_comm_num": 2, "sync_nccl_allreduce": False}])
+def test_a_plain_bucket_costs_its_all_reduce_alone(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """The strategy hears of all buckets when the last has set out, in the plan's order, and the recording replays."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy(fuse_all_reduce_ops=False, **fields), others, record=True)  # type: ignore[arg-type]  # see _engine
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach_optimizer(optimizer)
+    train(engine, optimizer, 1)  # by the plan of before
+    heard: list[tuple[int, int]] = []
+
+    def note() -> None:
+        told = [event for _, event, _ in engine._decider.log or () if isinstance(event, BucketReady)]
+        heard.append((len(told), len(engine.executor._plain)))
+
+    engine.on_compute_end = note
+    train(engine, optimizer, 3)
+    assert heard == [(12 * before, 12) for before in range(3)]
+    (recording,) = engine.recordings()
+    assert [event.bucket for _, event, _ in recording.log if isinstance(event, BucketReady)] == 3 * [*range(12)]
+    assert recording.replayed(family(engine.strategy, engine.plan)) == [operations for *_, operations in recording.log]
+    engine.stopwatch.finish()
+    assert [step.record.bytes_sent for step in engine.stopwatch.steps] == 4 * [6 * (8 * 8 + 8) * 4]  # a half there, a half back
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"build_strategy": {"enable_sequential_execution": True}},
+        {"build_strategy": {"enable_backward_optimizer_op_deps": False}},
+        {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        {"localsgd": True},
+        {"find_unused_parameters": True},
+        {"bf16_allreduce": True},
+        {"nccl_comm_num": 2},
+    ],
+)
+def test_what_is_more_than_an_all_reduce_is_told_bucket_by_bucket(others: ZeroTrainer, fields: dict[str, object]) -> None:
+    """A bucket that is cast, merged, updated, looked through, waited for or ordered after another communicator's is no plain one."""
+    engine, _ = engine_of(six_layers(), others, fuse_all_reduce_ops=False, **fields)
+    assert not engine.executor.is_plain
     engine.close()

@@ -113,6 +113,15 @@ class Rateless(torch.optim.Optimizer):
             parameter.sub_(0.01 * parameter.grad.sign())
 
 
+def test_an_optimizer_without_a_rate_is_refused() -> None:
+    """It trains where nothing is to be scaled."""
+    for scale in (1.0, SCALE):
+        model = nn.Linear(4, 2).double()
+        refused = pytest.raises(ConfigError, match="has no learning rate to scale") if scale != 1 else nullcontext()
+        with refused, Training(model, Rateless(model.parameters()), lr_scale=scale) as training:
+            training.step(torch.ones(3, 4, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_scales_nothing_is_refused(value: float) -> None:
     """A rate of zero or below trains nothing."""

@@ -44,7 +44,7 @@ class Known:
         time.sleep(TAKES_S)
 
     def barrier(self) -> None:
-        """Return: there is no other trainer."""
+        """Nobody else is there."""
 
     def broadcast(self, _tensor: torch.Tensor) -> None:
         """As above."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from zero_trainer import ZeroTrainer, engine_of, six_layers, train
 
 from fleetbench.errors import ConfigError
 from fleetbench.strategy import DistributedStrategy
+from real.collective import Collective
 from real.compute.recompute import apply_recompute
 from real.compute.sync_batch_norm import apply_sync_batch_norm
 from real.engine.engine import Engine
 from real.models import Models
+from real.servers.served import Served
 
 
 class Stranger(ZeroTrainer):
@@ -88,7 +91,7 @@ def test_a_backward_to_the_inputs_is_none_of_the_strategy_s_or_is_named(others: 
 
     expected = train_on_adversarial_examples("grad")
     assert torch.equal(train_on_adversarial_examples("inputs"), expected)
-    if not fields or fields is LOCAL:
+    if not fields:
         assert torch.equal(train_on_adversarial_examples("all"), expected)
         return
     with pytest.raises(ConfigError, match=SECOND) as caught:
@@ -136,11 +139,16 @@ def test_a_sparse_gradient_from_elsewhere_is_refused_by_name(others: ZeroTrainer
     engine.close()
 
 
-@pytest.mark.parametrize("fields", [MERGE, BY_BUCKET, {"localsgd": True, "build_strategy": {"fuse_all_optimizer_ops": True}}])
-def test_sparse_gradients_are_refused_where_they_would_be_added_up(others: ZeroTrainer, fields: dict[str, Any]) -> None:
-    """Sums, updates within the backward and fused local updates are of dense gradients."""
-    with pytest.raises(ConfigError, match=r"parameters 0.weight: has sparse gradients"):
-        engine_of(nn.Sequential(nn.Embedding(5, 3, sparse=True)), others, **fields)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_the_loop_leaves_out_is_noticed(others: ZeroTrainer, *, set_to_none: bool) -> None:
+    """``continue`` between a backward of Local SGD and its ``optimizer.step()`` is one rank's decision: the next backward says so."""
+    engine, optimizer = engine_of(six_layers(), others, localsgd=True, localsgd_configs={"k_steps": 4})
+    train(engine, optimizer, 3)
+    engine.model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(ConfigError, match=f"{SECOND}.*were thrown away"):
+        engine.model(torch.ones(2, 8)).sum().backward()
+    engine.close()
 
 
 @pytest.mark.parametrize("fields", [{}, {"localsgd": True}, MERGE, BY_BUCKET, SCALED])
@@ -371,7 +379,7 @@ def test_a_scaler_of_the_script_s_own_is_refused(others: ZeroTrainer, kind: Any,
     engine.close()
 
 
-@pytest.mark.parametrize("fields", [fields for fields in SCALERS_REFUSED if "localsgd" not in fields])
+@pytest.mark.parametrize("fields", SCALERS_REFUSED)
 def test_a_scaler_that_leaves_out_its_first_step_is_refused(others: ZeroTrainer, fields: dict[str, Any]) -> None:
     """A trainer whose first batch overflows is told of the scaler as well, at its second backward."""
     model = six_layers()
@@ -402,8 +410,18 @@ def test_a_model_on_two_devices_is_refused(others: ZeroTrainer, what: str) -> No
         model.append(nn.Linear(8, 8, device="meta"))  # type: ignore[operator]  # it is a Sequential
     else:
         model.register_buffer("table", torch.ones(2, device="meta"))
-    with pytest.raises(ConfigError, match="is not on one device"):
+    with pytest.raises(ConfigError, match=r"several devices.*cpu, meta"):
         engine_of(model, others)
+
+
+def test_models_on_different_kinds_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On gloo, where a trainer's tensors are wherever its model is; the error has every rank's."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    trainer = Collective.__new__(Collective)
+    trainer._backend = "gloo"
+    trainer.meeting = SimpleNamespace(texts=lambda own: [own, "cuda"])  # type: ignore[assignment]  # asked for that alone
+    with pytest.raises(ConfigError, match=r"another kind of device.*cpu, cuda"):
+        trainer._follow(torch.device("cpu"))
 
 
 def test_a_model_converted_later_is_refused(others: ZeroTrainer) -> None:
@@ -442,11 +460,66 @@ def test_a_loss_is_one_number(others: ZeroTrainer) -> None:
     engine.close()
 
 
-def test_a_model_without_anything_to_train_is_refused(others: ZeroTrainer) -> None:
-    """Without parameters, or with frozen ones alone."""
-    for model in (nn.Sequential(nn.ReLU()), six_layers().requires_grad_(requires_grad=False)):
-        with pytest.raises(ConfigError, match=r"without parameters to train .got Sequential"):
-            engine_of(model, others)
+def test_an_optimizer_that_needs_a_closure_is_refused_at_once(others: ZeroTrainer) -> None:
+    """LBFGS updates all parameters as one, as often as it likes: where gradients are not averaged every time, no strategy can step it."""
+    model = six_layers()
+    engine = Engine(model, DistributedStrategy.from_dict(MERGE), others)  # type: ignore[arg-type]  # see above
+    with pytest.raises(ConfigError, match="LBFGS"):
+        engine.attach_optimizer(torch.optim.LBFGS(model.parameters()))
+    engine.close()
+
+
+class Frozen(nn.Linear):
+    """Nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.requires_grad_(requires_grad=False)
+
+
+UNTRAINABLE: dict[str, tuple[Callable[[], object], str]] = {
+    "no module": (lambda: torch.ones, "no torch.nn.Module .got builtin_function_or_method"),
+    "no parameters": (lambda: nn.Sequential(nn.ReLU()), "without parameters to train .got Sequential"),
+    "all frozen": (Frozen, "without parameters to train .got Frozen"),
+    "lazy": (lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(2)), r"1.weight: has no shape yet.*got 2 such"),
+    "lazy buffers": (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(8, 8)), "0.running_mean: has no shape"),
+    "scripted": (lambda: torch.jit.script(six_layers()), "a scripted module, which takes no hooks"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
+@pytest.mark.parametrize("strategy", [{}, {"auto": True}, {"mode": "ps", "a_sync": True}], ids=["collective", "auto", "servers"])
+@pytest.mark.parametrize("kind", UNTRAINABLE)
+def test_what_cannot_be_trained_is_refused(strategy: dict[str, Any], kind: str) -> None:
+    """Before anything else is asked of the model."""
+    make, what = UNTRAINABLE[kind]
+    job = object.__new__(Served if "mode" in strategy else Collective)
+    job.__dict__ |= {
+        "engine": None,
+        "training": None,
+        "role": SimpleNamespace(kind="trainer"),
+        "_strategy": DistributedStrategy(**strategy),
+    }
+    with pytest.raises(ConfigError, match=what) as caught:
+        job.distributed_model(make())  # type: ignore[arg-type]  # that is the point
+    assert caught.value.hint is not None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use
+def test_a_scripted_part_is_trained_as_the_plain_one(others: ZeroTrainer) -> None:
+    """The hint's way out gives the same parameters."""
+    found = []
+    for scripts in (False, True):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+        engine, optimizer = engine_of(nn.Sequential(torch.jit.script(inner) if scripts else inner), others)
+        for _ in range(4):
+            engine.model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.detach().clone() for value in engine.model.state_dict().values()])
+        engine.close()
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # and still in use

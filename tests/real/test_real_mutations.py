@@ -28,6 +28,7 @@ MOMENTUM = problem.optimizer_of("momentum")
 READERS = {
     "unused parameters": "which parameters some rank has reached decides what the optimizer leaves out",
     "sparse": "how many rows every rank sends sizes the buffers",
+    "sparse, merged": "how many rows every rank sends sizes the buffers",
     "update by bucket": "whether gradients were changed after their update shows in what they add up to",
     "odd, update by bucket": "whether gradients were changed after their update shows in what they add up to",
     "synchronised batch norm": "the one for CPUs refuses a batch of one value; on CUDA it is torch's own",

@@ -105,9 +105,11 @@ class TrainingParity:
             np.testing.assert_allclose(_of(results[0], dtype, case.name, "gradient"), expected.numpy(), rtol=0, atol=TOLERANCE[dtype])
 
     def test_sparse_gradients_add_up_rows(self, results: list[Arrays], dtype: str) -> None:
-        """An embedding whose ranks touch different rows trains as in one process."""
-        for case in SPARSE:
-            _agree(results, dtype, case.name, problem.joint_training(self.ranks, dtype, problem.optimizer_of("sgd"), "looked").numpy())
+        """An embedding whose ranks touch different rows trains as in one process, every step and with merged ones."""
+        for case, merge in zip(SPARSE, (1, 2), strict=True):
+            _agree(
+                results, dtype, case.name, problem.joint_training(self.ranks, dtype, problem.optimizer_of("sgd"), "looked", merge).numpy()
+            )
 
     def test_merged_steps_are_one_larger_batch(self, results: list[Arrays], dtype: str) -> None:
         """K steps share an update: that of one process with k joint batches, averaged, or summed."""

@@ -12,14 +12,88 @@ import pytest
 import torch
 from torch import nn
 
+from fleetbench.plan.fusion import Bucket
 from fleetbench.plan.layers import Gradient, Layer, LayerTable
 from fleetbench.result import steps_table
 from fleetbench.stragglers import ONE
 from fleetbench.target import Crossing
 from real.communication.lanes import Flight, ThreadLane
 from real.compute.injector import Delay, Injector
+from real.engine.buckets import DeltaBucket, GradientBucket, views_of
 from real.engine.stopwatch import Queue
 from real.job.results import _to_target, collect
+
+
+def test_released_sums_are_the_buffer() -> None:
+    """A sum lies end to end in the buffer it was placed in, ``.grad`` is a view of it, and a parameter that never had one has zeros."""
+    parameters = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.arange(6.0).view(2, 3), torch.arange(6.0, 10.0)
+    bucket = GradientBucket(Bucket(id=0, gradients=("a", "b", "c"), numel=11, dtype="float32"), parameters)
+    bucket.buffer.fill_(7.0)
+    placed = torch.full((11,), 7.0)
+    assert bucket.place(placed)
+    assert not bucket.place(placed)
+    bucket.accumulate()
+    bucket.release(1)
+    assert torch.equal(placed, torch.tensor([*range(10), 0.0]))
+    placed.mul_(2)
+    assert parameters[1].grad is not None
+    assert torch.equal(parameters[1].grad, 2 * torch.arange(6.0, 10.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_small_types_are_kept_in_float32(dtype: torch.dtype) -> None:
+    """256 + 1 is 256 in bfloat16: two of the one added to it are lost there, and are not here."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+    bucket = GradientBucket(Bucket(id=0, gradients=("a",), numel=1, dtype=str(dtype).removeprefix("torch.")), [parameter])
+    for value in (256.0, 1.0, 1.0):
+        parameter.grad = torch.tensor([value], dtype=dtype)
+        bucket.accumulate()
+        assert parameter.grad.item() == value
+    bucket.release(1)
+    assert parameter.grad.item() == 258.0
+    bucket.accumulate()
+    bucket.release(2)
+    assert parameter.grad.item() == 129.0
+
+
+def test_delta_bucket_moves_to_snapshot_plus_delta() -> None:
+    """P = snapshot + mean(p - snapshot): with a halved delta the parameter goes half the way, and starts there again."""
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    bucket = DeltaBucket(Bucket(id=0, gradients=("a",), numel=2, dtype="float32"), [parameter], [parameter.detach()])
+    for expected in ([2.0, 2.0], [3.0, 2.0]):
+        with torch.no_grad():
+            parameter.add_(torch.tensor([2.0, 0.0]))
+        bucket.pack()
+        bucket.buffer.div_(2)
+        bucket.merge()
+        assert torch.equal(parameter.detach(), torch.tensor(expected))
+
+
+def test_views_follow_a_slice_of_a_buffer_and_a_parameter_with_gaps() -> None:
+    """Views of part of a buffer begin where it begins; a parameter with gaps or overlaps has a contiguous view."""
+    buffer = torch.arange(20.0)
+    matrix, gaps, repeated = torch.zeros(3, 2).t(), torch.zeros(6)[::2], torch.zeros(1).expand(2, 2)
+    views = views_of(buffer[5:18], [matrix, gaps, repeated])
+    assert views[0].tolist() == [[5, 7, 9], [6, 8, 10]]
+    assert views[1].tolist() == [11, 12, 13]
+    assert views[2].tolist() == [[14, 15], [16, 17]]
+    views[2].fill_(0)
+    assert buffer[14:18].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dense"),
+    [((2, 3), (3, 1), True), ((2, 3), (1, 2), True), ((2, 1, 3), (3, 99, 1), True), ((2, 3), (4, 1), False), ((2, 2), (1, 1), False)],
+)
+def test_a_view_keeps_strides_without_gap_and_overlap(shape: tuple[int, ...], strides: tuple[int, ...], dense: bool) -> None:
+    """Whatever the order of dimensions; the stride of a dimension of size 1 says nothing. Other views fill their part all the same."""
+    parameter = torch.zeros(300).as_strided(shape, strides)
+    buffer = torch.zeros(parameter.numel())
+    (view,) = views_of(buffer, [parameter])
+    assert (view.stride() == strides) == dense
+    view.fill_(1)
+    assert buffer.sum() == parameter.numel()
 
 
 class Carrier:

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from processes import Arrays, run_ranks
 from quantised_rank import BAD, BAD_SIZE, OUTER, ROUNDS, SIZES, TRAINED, UPDATES, bad, numbers
 
 from fleetbench.cluster import Cluster, Link
 from fleetbench.experiment import Experiment
 from fleetbench.plan.exchange import int8_nbytes
+from fleetbench.plan.operations import Operation, wire_bytes
 from fleetbench.profile import Communication
 from fleetbench.quantities import BitsPerSecond, Nanoseconds
 from fleetbench.strategy import DistributedStrategy, LocalSGDConfigs
@@ -67,6 +69,26 @@ def test_a_mean_is_numpys_to_the_bit_on_all_ranks(ranks: list[Arrays], size: int
         np.testing.assert_array_equal(saved[f"{size} torch.float64"], expected)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_mean_is_off_by_half_a_step_a_quantisation(ranks: list[Arrays], size: int) -> None:
+    """From the exact mean in float64; FP32 rounds the steps themselves."""
+    brought = [numbers(rank, size) for rank in range(len(ranks))]
+    exact = np.mean([own.astype(np.float64) for own in brought], axis=0)
+    _, bound = _mean(brought)
+    for saved in ranks:
+        assert np.all(np.abs(saved[f"{size} torch.float32"] - exact) <= bound * (1 + 1e-5))
+    if size == SIZES[-1]:
+        assert np.abs(ranks[0][f"{size} torch.float32"] - exact).max() > 0
+
+
+def test_small_types_are_quantised_from_their_own_numbers(ranks: list[Arrays]) -> None:
+    """BF16 numbers are averaged in FP32 and rounded to BF16 at the end."""
+    brought = [torch.from_numpy(numbers(rank, 20_000)).bfloat16().float().numpy() for rank in range(len(ranks))]
+    expected = torch.from_numpy(_mean(brought)[0]).bfloat16().double().numpy()
+    for saved in ranks:
+        np.testing.assert_array_equal(saved["20000 torch.bfloat16"], expected)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_not_finite_on_one_rank_is_nan_on_all(ranks: list[Arrays], name: str) -> None:
     """All of its block, and nothing beside it."""
@@ -92,6 +114,17 @@ def test_error_feedback_brings_every_number_in_the_end(ranks: list[Arrays]) -> N
     steps = np.stack([_quantised(mean)[1] for mean in second]).astype(np.float64)
     assert np.all(np.abs(in_all + left - ROUNDS * exact) <= steps.sum(axis=0) / 2 * (1 + 1e-4) + 1e-30)
     assert np.all(np.abs(left) <= 2 * bound)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_wire_carries_a_quarter_and_the_scales(ranks: list[Arrays], size: int) -> None:
+    """What the plan counts is what collectives are given; of many numbers it is a quarter of FP32 and a 64th of that."""
+    trainers = len(ranks)
+    operation = Operation(id=0, kind="all_reduce", payload="delta", nbytes=int8_nbytes(size, trainers), wire_dtype="int8")
+    for saved in ranks:
+        assert int(saved[f"{size} bytes"]) == wire_bytes(operation, trainers)
+    whole = 256 * trainers
+    assert int8_nbytes(1000 * whole, trainers) == 1000 * whole * (1 + 4 / 256)
 
 
 def test_the_scheme_waits_where_nccl_needs_it(ranks: list[Arrays]) -> None:

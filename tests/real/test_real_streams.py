@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from fake_memory import UnorderedAccess
-from fake_streams import FakeStreams, HostSynchronised, StreamOrder, host_may_wait
+from fake_memory import Segment, UnorderedAccess, _carve
+from fake_streams import FakeStreams, HostSynchronised, StreamOrder, allowed, host_may_wait
 from torch import nn
 
 from fleetbench.plan.layers import Layer, LayerTable
@@ -137,6 +137,128 @@ def test_slices_of_a_buffer_are_told_apart(streams: FakeStreams) -> None:
         streams.current_stream().wait_stream(other)
         total = buffer.sum()
     assert total == 15
+
+
+def test_an_order_passes_on_through_a_third_stream(streams: FakeStreams) -> None:
+    """A before B and B before C is A before C; an event holds what it held when it was recorded."""
+    first, second = streams.Stream(), streams.Stream()
+    with StreamOrder(streams):
+        data = torch.zeros(4)
+        first.wait_stream(streams.current_stream())
+        with streams.stream(first):
+            event = first.record_event()
+            data.add_(1)
+        second.wait_event(event)
+        with streams.stream(second), pytest.raises(UnorderedAccess):
+            data.add_(1)
+        second.wait_stream(first)
+        streams.current_stream().wait_event(second.record_event())
+        data.add_(1)
+
+
+def test_views_and_shapes_are_no_accesses(streams: FakeStreams) -> None:
+    """To take a view of bytes that another stream writes, or an empty tensor like them, touches nothing."""
+    other = streams.Stream()
+    with StreamOrder(streams):
+        data = torch.zeros(2, 4)
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
+            data.add_(1)
+        data.t().reshape(4, 2)[1:].detach().view(-1, 1) if data.t().is_contiguous() else data[1:].view(-1).detach()
+        torch.empty_like(data)
+        streams.current_stream().wait_stream(other)
+
+
+def test_many_tensors_in_one_operation_are_all_seen(streams: FakeStreams) -> None:
+    """Operations on lists read and write every one of their tensors."""
+    other = streams.Stream()
+    with StreamOrder(streams):
+        sources, targets = [torch.ones(3) for _ in range(3)], [torch.zeros(3) for _ in range(3)]
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
+            torch._foreach_copy_(targets, sources)
+        with pytest.raises(UnorderedAccess, match="overwrites"):
+            sources[2].zero_()
+        with pytest.raises(UnorderedAccess, match="reads"):
+            targets[1] + 1
+        streams.current_stream().wait_stream(other)
+
+
+def test_running_statistics_are_written(streams: FakeStreams) -> None:
+    """Batch norm in training writes its running mean, although torch's schema does not say so."""
+    other, norm = streams.Stream(), nn.BatchNorm1d(3)
+    with StreamOrder(streams):
+        data = torch.ones(4, 3)
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other):
+            output = norm(data)
+        with pytest.raises(UnorderedAccess):
+            norm.running_mean + 1
+        streams.current_stream().wait_stream(other)
+        del output
+
+
+def test_a_read_by_the_host_orders_what_comes_later(streams: FakeStreams) -> None:
+    """Once the host has waited for a stream, every stream comes after it."""
+    other = streams.Stream()
+    with StreamOrder(streams):
+        data = torch.zeros(4)
+        other.wait_stream(streams.current_stream())
+        with streams.stream(other), allowed():
+            data.add_(1)
+            assert data.sum().item() == 4
+        data.add_(1)
+
+
+def test_indexing_waits_only_for_a_mask(streams: FakeStreams) -> None:
+    """Positions give a result of known size; a mask does not."""
+    with StreamOrder(streams):
+        data = torch.arange(4.0)
+        data[torch.tensor([2, 1])].sum()
+        with pytest.raises(HostSynchronised, match="index"):
+            data[data > 1]
+
+
+def test_torchs_optimizers_may_read_their_own_steps(streams: FakeStreams) -> None:
+    """Adam counts steps in the host's memory; that read is no synchronisation, and one in a hook after the step is."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, foreach=False)
+    with StreamOrder(streams):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.register_step_post_hook(lambda *_: print(parameter.sum().item()))
+        with pytest.raises(HostSynchronised):
+            optimizer.step()
+
+
+def test_torchs_methods_are_back_behind_the_order(streams: FakeStreams) -> None:
+    """``tolist`` and the others are torch's own again, also after an error."""
+    before = {name: getattr(torch.Tensor, name) for name in ("numpy", "tolist", "cpu", "__array__")}
+    with pytest.raises(ZeroDivisionError), StreamOrder(streams):
+        print(1 // 0)
+    assert {name: getattr(torch.Tensor, name) for name in before} == before
+    assert torch.ones(2).tolist() == [1.0, 1.0]
+
+
+def test_a_new_tensor_at_an_old_address_has_no_past(streams: FakeStreams) -> None:
+    """Memory that came back to the allocator is not held against its next owner."""
+    other = streams.Stream()
+    with StreamOrder(streams):
+        for _ in range(2000):
+            with streams.stream(other):
+                torch.ones(16)
+            torch.ones(16)
+    assert len(streams.memory._blocks) < 2000
+
+
+def test_segments_cover_what_was_asked_for() -> None:
+    """Cut at both ends, with gaps filled, and the rest untouched."""
+    segments = [Segment(0, 4), Segment(4, 10), Segment(12, 20)]
+    inside = _carve(segments, 6, 15)
+    assert [(item.start, item.end) for item in inside] == [(6, 10), (10, 12), (12, 15)]
+    assert [(item.start, item.end) for item in segments] == [(0, 4), (4, 6), (6, 10), (10, 12), (12, 15), (15, 20)]
+    assert [(item.start, item.end) for item in _carve(segments, 30, 31)] == [(30, 31)]
+    assert segments[-1].start == 30
 
 
 class DeviceClock:

@@ -95,6 +95,17 @@ def test_batches_that_add_up_are_one_step(engines: Engines) -> None:
     assert engine.step == 2
 
 
+@pytest.mark.parametrize("fields", [{"localsgd": True}, BY_BUCKET])
+@pytest.mark.parametrize("where", ["fleet.synchronize", "a save"])
+def test_a_meeting_before_all_have_stepped_is_refused(engines: Engines, fields: dict[str, Any], where: str) -> None:
+    """By the optimizer that is missing, where they are to step all."""
+    engine, (one, _) = engines(**fields)
+    backward(engine)
+    one.step()
+    with pytest.raises(ConfigError, match=r"optimizer AdamW, number 2 of 2 given to fleet: has not stepped"):
+        engine.flush() if where == "fleet.synchronize" else engine.progress(where)
+
+
 @pytest.mark.parametrize("kind", ["clip", "scale"])
 def test_gradients_changed_between_two_optimizers_are_refused(engines: Engines, kind: str) -> None:
     """With an update in the backward, the second has used the gradients as they were."""
@@ -117,10 +128,10 @@ def test_gradients_changed_between_two_optimizers_are_refused(engines: Engines, 
 
 
 def test_a_step_after_gradients_from_elsewhere_is_refused(engines: Engines) -> None:
-    """A step needs a backward of the model; one of a part of it is none."""
+    """Steps may come again on the averages that there are, but not after a backward of a part of the model."""
     engine, optimizers = engines()
     backward(engine)
-    for optimizer in optimizers:
+    for optimizer in (*optimizers, *optimizers):
         optimizer.step()
     engine.model[0](torch.ones(2, 8)).sum().backward()  # type: ignore[index, operator]  # it is a Sequential
     with pytest.raises(ConfigError, match="no backward has come since the last step"):
@@ -213,6 +224,26 @@ def test_training_goes_on_from_a_save(engines: Engines, tmp_path: Path, name: st
     train(engine, optimizers, 3, 5)
     assert load([engine], ALONE, tmp_path, resynchronize=False).step == 5
     assert torch.equal(train(engine, optimizers, 5, 9), whole)
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (lambda model: halves(model)[::-1], "was saved with other optimizers (got saved SGD, AdamW, here AdamW, SGD)"),
+        (
+            lambda model: halves(model)[:1],
+            "was saved with other optimizers (got saved SGD, AdamW, here SGD)",
+        ),
+        (none, "was saved with other optimizers (got saved SGD, AdamW, here none)"),
+    ],
+)
+def test_other_optimizers_than_those_saved_are_refused(engines: Engines, tmp_path: Path, of: Any, said: str) -> None:
+    """By number, and by kind, in the order in which fleet was given them."""
+    save([engines(communicators=AloneTrainer())[0]], ALONE, tmp_path, extra=None)
+    engine, _ = engines(of, AloneTrainer())
+    with pytest.raises(ConfigError) as caught:
+        load([engine], ALONE, tmp_path, resynchronize=False)
+    assert said in str(caught.value)
 
 
 def test_a_tuning_has_one_optimizer() -> None:
