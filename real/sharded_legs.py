@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fleetbench.errors import ConfigError
 from fleetbench.plan.build import Plan, Setting, build_plan
 from fleetbench.plan.operations import Collective, Operation
 from fleetbench.strategy import DistributedStrategy
@@ -199,7 +200,7 @@ class ShardedProfileLeg:
         switch, living = self._switch, self._switch.living
         self.engine = engine = switch.open(leg.strategy, first_step=1 - leg.warmup_steps)
         engine.on_step = on_step
-        with living.gathered() as clear:
+        with living.gathered() as clear, replaced(torch.amp.GradScaler, "step", _unless_scaling):
             clock = LayerClock(living.module, clock_of(switch.device))
             clock.attach()
             try:
@@ -233,6 +234,22 @@ class ShardedProfileLeg:
 
     def update_done(self) -> None:
         """Do nothing, because gradients are not counted."""
+
+
+def _unless_scaling(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a scaler's ``step`` that raises ``ConfigError`` if the scaler is enabled: it would find no gradients."""
+
+    def refused(scaler: torch.amp.GradScaler, *arguments: Any, **named: Any) -> Any:
+        if scaler.is_enabled():
+            hint = "train in bfloat16, which needs no scaler, or compare launches with different arguments of fully_shard"
+            raise ConfigError(
+                "unscales gradients, and there are none while the layers of a sharded model are timed",
+                "GradScaler",
+                hint=hint,
+            )
+        return step(scaler, *arguments, **named)
+
+    return refused
 
 
 def reshard_of(strategy: DistributedStrategy, own: DistributedStrategy) -> bool | None:

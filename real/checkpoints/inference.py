@@ -39,7 +39,11 @@ def save_inference_model(engine: Engine, meeting: Meeting, path: Path, example_i
 @torch.no_grad()
 def served_copy(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Module:
     """Return a copy on the CPU, in evaluation mode, with replaced parameters and without the strategy's changes."""
-    served = copy.deepcopy(model).cpu().eval()
+    try:
+        served = copy.deepcopy(model).cpu().eval()
+    except RuntimeError as error:  # such as a weight that torch computes from others in each forward
+        hint = "make it permanent first, as torch.nn.utils.remove_weight_norm does"
+        raise ConfigError("cannot be copied", EXPORT, str(error).splitlines()[0], hint) from error
     parameters = dict(served.named_parameters())
     for name, value in values.items():
         parameters[name].copy_(value)

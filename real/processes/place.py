@@ -131,6 +131,8 @@ def sweep(root: Path) -> None:
     here = Place.here()
     for path in root.glob(f"{PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError, ValueError, ConfigError):  # another user's, or damaged
+            if path.is_symlink() or not path.is_file() or path.lstat().st_uid != os.geteuid():
+                continue
             owner = decode(json.loads(path.read_text(encoding="utf-8")), Place, str(path))
-            if path.lstat().st_uid == os.geteuid() and owner.shares_numbers(here) and not owner.lives():
+            if owner.shares_numbers(here) and not owner.lives():
                 shutil.rmtree(path.parent, ignore_errors=True)  # not a link to a folder

@@ -1,9 +1,10 @@
 """Served: the implementation of ``fleet`` in a job with parameter servers, on servers and on trainers."""
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -210,12 +211,15 @@ class Served:
 
 
 def startup_timeout_of(environment: Mapping[str, str]) -> float:
-    """Return the seconds that the variable ``STARTUP`` sets; 300 without it. Raises ``ConfigError`` if it is no number."""
+    """Return the seconds that the variable ``STARTUP`` sets; 300 without it.
+
+    Raises ``ConfigError`` if it is not a positive, finite number.
+    """
     text = environment.get(STARTUP, "300")
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it") from None
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise ConfigError("is no number of seconds", STARTUP, repr(text), "fleetbench launch --startup-timeout 600 sets it")
 
 
 def _refuse(where: str, hint: str) -> NoReturn:

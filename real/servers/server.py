@@ -310,9 +310,10 @@ class ParameterServer:
         if self.shard is None or self.shard.spec.rules.mode != "synchronous":
             return
         state, limit_s = self._state, options.round_timeout_s
-        if state.version == self._state_before.version:  # a trainer may be starting
-            limit_s = max(limit_s, options.startup_timeout_s)
+        starts = state.version == self._state_before.version  # a trainer may be starting
         late = set(range(options.trainers)) - {*state.met, *state.arrived, *state.left}
         waiting = [request for (_, answer), request in self._waiting.items() if answer in ("parameters", "barrier")]
-        if late and any(now > request.came_s + limit_s for request in waiting):
-            self._fail_by(min(late), f"has let the others wait for {limit_s:g} s")
+        for request in waiting:  # at a barrier, another server may be writing a checkpoint
+            most_s = max(limit_s, options.startup_timeout_s) if starts or request.head.kind == "barrier" else limit_s
+            if late and now > request.came_s + most_s:
+                self._fail_by(min(late), f"has let the others wait for {most_s:g} s")

@@ -45,8 +45,8 @@ from real.sharding.engine import ShardedEngine
 
 _SHARDS = "shards"
 """Key of the manifest for the number of trainers in a shard group."""
-_ROWS = "rows"
-"""Key of a trainer's rows, in place of a sharded tensor."""
+_ROWS = "fleetbench: rows"
+"""Key of a trainer's rows, in place of a sharded tensor. No attribute and no option is called so."""
 
 
 def save(engine: ShardedEngine, meeting: Meeting, path: Path, *, extra: object) -> None:
