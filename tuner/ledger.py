@@ -138,7 +138,12 @@ class Ledger:
     def refuse_small_budget(self, num_others: int) -> None:
         """Raise ``BudgetSpent`` if the first leg shows that the budget is too small for the other arms and pairs."""
         num_arms, is_first = 1 + num_others, sum(map(len, self.runs.values())) == 1
-        if not num_others or not is_first or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1):
+        if (
+            not num_others
+            or not is_first
+            or self.evidence.earlier
+            or self.affords(wanted := 2 * (num_arms + LEAST_PAIRS) - 1, num_targets=1)
+        ):
             return
         (_, setting), trainers = budget_of(self.experiment), self.experiment.cluster.trainers
         needs_s = self.spent_s + self.expected_s(wanted, num_targets=1)

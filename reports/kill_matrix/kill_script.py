@@ -30,7 +30,6 @@ def reach(moment: str, stay_s: float = 0.0) -> None:
 
 reach("start", float(os.environ.get("KILL_SCRIPT_START_S", "0")))
 
-import safetensors  # noqa: E402
 import torch  # noqa: E402  # takes seconds in which a process may be struck
 
 from fleetbench import DistributedStrategy, fleet  # noqa: E402
@@ -44,13 +43,13 @@ def slow_fsync(handle: int) -> None:
     fsync(handle)
 
 
-safe_open = safetensors.safe_open
+load = torch.load
 
 
-def slow_open(*arguments: Any, **named: Any) -> Any:
+def slow_load(*arguments: Any, **named: Any) -> Any:
     """Give who watches the time to strike within the load."""
     reach("load", 1.0)
-    return safe_open(*arguments, **named)
+    return load(*arguments, **named)
 
 
 strategy = DistributedStrategy.from_dict({"mode": "ps", "a_sync": True, "a_sync_configs": {"k_steps": 0}} if served else {})
@@ -86,9 +85,9 @@ for step in range(1, steps + 1):
         os.fsync = slow_fsync
         fleet.save_persistables(folder / "checkpoint")
         os.fsync = fsync
-        safetensors.safe_open = slow_open  # type: ignore[misc]  # a class
+        torch.load = slow_load
         fleet.load_persistables(folder / "checkpoint")
-        safetensors.safe_open = safe_open  # type: ignore[misc]  # as it was
+        torch.load = load
 if served:
     fleet.stop_worker()
 reach("end", 1.0)
