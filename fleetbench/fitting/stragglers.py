@@ -31,7 +31,7 @@ LEAST_FOR_RANKS = 20
 """Smallest number of steps per rank from which a slow rank can be found."""
 _SHARES = (0.5, 0.95, 0.99)
 """Shares of the steps at which a statement gives quantiles."""
-_PARTS = 10
+_PARTS = 6
 _LOWER = 0.25
 _LEAST_FACTOR = 1.02
 """Smallest factor of a rank that counts as slow."""
@@ -148,7 +148,7 @@ def rank_factors(times_s: Floats) -> tuple[list[float], str]:
 
     A rank's time is the lower quartile of a part of the run, which slow phases affect last. Ranks are slow if
     each of them takes longer than each other rank in every one of the parts. Of two equally fast ranks, one is
-    therefore called slow in 2 / 2^10 of all runs; of more ranks, less often.
+    therefore called slow in 2 / 2^6 of all runs; of more ranks, less often.
     """
     ranks, steps = times_s.shape
     if ranks == 1:

@@ -129,7 +129,7 @@ def test_known_figures_come_from_the_cluster_the_catalogue_and_the_layers() -> N
         ({"gpus": "6"}, 8, 32, "must be the GPUs of all nodes together"),
         ({"gpus": "4"}, 6, 32, "must be whole nodes"),
         ({"gpus": "4", "strategy__fuse_grad_size_in_MB": "1"}, 8, 32, "a size has no such column"),
-        ({"cluster__nodes": "0"}, 8, 32, "must be at least 1"),
+        ({"cluster__nodes": "0"}, 8, 32, "must hold whole numbers from 1"),
     ],
 )
 def test_a_row_that_is_no_size_is_refused(settings: dict[str, str], gpus: int, batch: int | None, message: str) -> None:
