@@ -126,7 +126,7 @@ def test_k_steps_bound_how_often_geo_sgd_exchanges(k_steps: int, gbit_per_s: flo
 @pytest.mark.parametrize(
     ("configs", "says"),
     [
-        ({"k_steps": 400}, "at most 400 steps between two exchanges, and fewer where the link carries them: a step takes 30 ms"),
+        ({"k_steps": 400}, "at most 400 steps between two exchanges, and fewer if the link is fast enough: a step takes 30 ms"),
         ({"k_steps": -1}, "at most 800 steps"),
         ({"k_steps": 0, "max_merge_var_num": 5}, "at most 5 steps"),
         ({"k_steps": 400, "send_wait_times": 4}, None),
