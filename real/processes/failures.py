@@ -199,7 +199,7 @@ class Failures:
                 if entry in self._known or not self._store.check([_key(entry)]):
                     continue
                 self._known[entry] = found = Failure(**json.loads(self._store.get(_key(entry))))
-                if entry == "failed":  # this host's launcher would otherwise blame whoever ended first
+                if entry == "failed":  # this host's launcher would otherwise blame the process that ended first
                     note_failure(f"rank {found.rank}", found.what.partition("\n")[0])
                 elif found.rank != self._rank and self._is_leaving:
                     self._say("failed", _LEFT_EARLY)

@@ -26,7 +26,7 @@ class ReadinessClock:
         self._ready: dict[str, int] = {}
         """Nanoseconds from that start until each gradient was ready."""
         self._steps: list[dict[str, int]] = []
-        """The same of each earlier step's last backward with gradients."""
+        """For each earlier step: nanoseconds until each gradient was ready, in its last backward with gradients."""
 
     @contextmanager
     def on(self) -> Iterator[None]:

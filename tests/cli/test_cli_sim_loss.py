@@ -71,7 +71,7 @@ def test_loss_with_parameter_servers(command: Callable, path: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_losses_are_drawn(command: Callable, path: Path, tmp_path: Path) -> None:
-    """Of three runs; without losses, or a folder, nothing is drawn."""
+    """The picture shows three runs. Runs without losses, or without a folder, are not drawn."""
     for folder, changes in {"a": (), "b": ("run.seed=1", "workload.steps=5"), "c": ("workload.lr=0.5",)}.items():
         command("sim", path, "--loss", *(word for change in changes for word in ("--set", change)), "--out", tmp_path / folder)
     runs = [next((tmp_path / folder).glob("profiled-sim-*")) for folder in "abc"]

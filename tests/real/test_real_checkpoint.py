@@ -406,7 +406,7 @@ class TestSome:
 
     @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
     def test_any_file_of_weights_will_do(self, tmp_path: Path, suffix: str) -> None:
-        """Of safetensors, or of torch."""
+        """A file of safetensors, or of torch.save."""
         tensors = {"first.weight": torch.ones(4, 3), "theirs": torch.zeros(2)}
         (save_file if suffix == "safetensors" else torch.save)(tensors, tmp_path / f"trunk.{suffix}")
         model = mlp()
